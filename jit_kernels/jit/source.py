@@ -1,0 +1,169 @@
+"""What is to be compiled, and the key that stands for all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jit_kernels._version import __version__
+from jit_kernels.jit.arch import Target
+
+PACKAGE = Path(__file__).resolve().parent.parent
+# In a wheel the sources lie inside the package, in a checkout beside it.
+CSRC = next((path for path in (PACKAGE / "csrc", PACKAGE.parent / "csrc") if path.is_dir()), PACKAGE / "csrc")
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.M)
+_EXPORTS = """\
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/dtype.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module: its files, its exports and its flags. Hashable, and cheap to make."""
+
+    args: tuple[str, ...]
+    cpp_files: tuple[Path, ...] = ()
+    cuda_files: tuple[Path, ...] = ()
+    cpp_wrappers: tuple[tuple[str, str], ...] = ()
+    cuda_wrappers: tuple[tuple[str, str], ...] = ()
+    extra_cflags: tuple[str, ...] = ()
+    extra_cuda_cflags: tuple[str, ...] = ()
+    extra_ldflags: tuple[str, ...] = ()
+    extra_include_paths: tuple[Path, ...] = ()
+    header_only: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.args:
+            raise ValueError("load_jit needs a name: load_jit('my_kernel', cuda_files=['my_kernel.cuh'], …)")
+        if not (self.cpp_files or self.cuda_files):
+            raise ValueError(f"{self.name}: no source: give cuda_files or cpp_files")
+        if self.header_only and not (self.cpp_wrappers or self.cuda_wrappers):
+            raise ValueError(
+                f"{self.name}: nothing to export: give cuda_wrappers=[(export, kernel)], "
+                "or header_only=False for sources that export by themselves"
+            )
+        for path in (*self.cpp_files, *self.cuda_files):
+            if not path.is_file():
+                raise FileNotFoundError(f"{self.name}: there is no source file {path}")
+        for flag in (*self.extra_cflags, *self.extra_cuda_cflags):
+            # The key holds flags as text: what a folder named here contains would not be in it.
+            if flag.startswith(("-I", "-i", "--include", "--system-include", "--pre-include")):
+                raise ValueError(f"{self.name}: {flag!r} hides files from the cache key: use extra_include_paths")
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"\W+", "_", "_".join(self.args))[:80]
+
+    def units(self, spell: Callable[[Path], str] = str) -> dict[str, str]:
+        """The generated translation units, by file name. ``spell`` gives the name by which one includes a source."""
+        if not self.header_only:
+            return {}
+        made = {}
+        for name, files, wrappers in (
+            ("main.cpp", self.cpp_files, self.cpp_wrappers),
+            ("cuda.cu", self.cuda_files, self.cuda_wrappers),
+        ):
+            if files or wrappers:
+                includes = "".join(f'#include "{spell(path)}"\n' for path in files)
+                exports = "".join(
+                    f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({export}, ({kernel}));\n" for export, kernel in wrappers
+                )
+                made[name] = _EXPORTS + includes + exports
+        return made
+
+    def unit_paths(self, spell: Callable[[Path], str] = str) -> list[str]:
+        """What the compiler is run on: the generated units, or the sources themselves."""
+        return list(self.units()) or [spell(path) for path in (*self.cpp_files, *self.cuda_files)]
+
+    def include_dirs(self) -> list[Path]:
+        from tvm_ffi import libinfo
+
+        ffi = dict.fromkeys([libinfo.find_include_path(), libinfo.find_dlpack_include_path()])
+        return [*self.scanned_dirs(), *map(Path, ffi)]
+
+    def scanned_dirs(self) -> list[Path]:
+        """Include folders whose headers stand in the key by content; the others do by version."""
+        return [CSRC / "include", *self.extra_include_paths]
+
+    def host_flags(self) -> list[str]:
+        return ["-std=c++20", "-O3", "-fPIC", *self.extra_cflags]
+
+    def cuda_flags(self, target: Target) -> list[str]:
+        return [
+            "-std=c++20",
+            "-O3",
+            "-Xcompiler",
+            "-fPIC",
+            "--expt-relaxed-constexpr",
+            "-Xptxas",
+            "-v",  # registers and spills end up in the build log
+            *target.flags,
+            # SGLang's headers ask for this name, so that its kernels compile here as they are.
+            f"-DSGL_CUDA_ARCH={target.major * 100 + target.minor * 10}",
+            *self.extra_cuda_cflags,
+        ]
+
+    def link_flags(self, cudart_dir: Path | None = None) -> list[str]:
+        from tvm_ffi import libinfo
+
+        flags = ["-shared", f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
+        if self.cuda_files and cudart_dir is not None:
+            # The static runtime: the library then loads on machines that have no toolkit, and beside any torch.
+            flags += [f"-L{cudart_dir}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        return [*flags, *self.extra_ldflags]
+
+    def files(self) -> dict[str, Path]:
+        """The sources and every header that they reach through the scanned folders, by a name free of location.
+
+        The scan is textual and ignores conditions, so it finds too much rather than too little;
+        `unscanned` checks it against what the compiler really opened.
+        """
+        reached: dict[str, Path] = {}
+        sources = (*self.cpp_files, *self.cuda_files)
+        queue = [(f"source {i}:/{path.name}", path) for i, path in enumerate(sources)]
+        while queue:
+            name, path = queue.pop()
+            if name in reached:
+                continue
+            reached[name] = path
+            for quote, spelled in _INCLUDE.findall(path.read_bytes()):
+                header = spelled.decode(errors="replace")
+                # Beside the including file first, then in the folders, as the compiler does.
+                places = [(posixpath.join(posixpath.dirname(name), header), path.parent / header)]
+                places = places if quote == b'"' else []
+                places += [(f"{i}:/{header}", folder / header) for i, folder in enumerate(self.scanned_dirs())]
+                queue += [(posixpath.normpath(label), file) for label, file in places if file.is_file()][:1]
+        return reached
+
+    def unscanned(self, opened: Iterable[Path]) -> list[Path]:
+        """Of the files that the compiler opened (resolved), those that should stand in the key and don't."""
+        known = {path.resolve() for path in self.files().values()}
+        roots = [folder.resolve() for folder in self.scanned_dirs()]
+        roots += [path.resolve().parent for path in (*self.cpp_files, *self.cuda_files)]
+        return sorted(p for p in set(opened) - known if any(p.is_relative_to(root) for root in roots))
+
+    def key(self, target: Target) -> str:
+        """Stands for all but the compilers: name, template arguments, exports, contents, flags, arch, versions."""
+        import tvm_ffi
+
+        contents = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files().items()}
+        parts = {
+            "package": __version__,
+            "tvm_ffi": tvm_ffi.__version__,
+            "args": self.args,
+            "target": str(target),
+            "exports": [self.cpp_wrappers, self.cuda_wrappers, self.header_only],
+            "files": sorted(contents.items()),
+            "flags": [self.host_flags(), self.cuda_flags(target), self.extra_ldflags],
+        }
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
