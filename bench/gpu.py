@@ -1,0 +1,234 @@
+"""All that needs a GPU, in one run: ``python3 -m bench.gpu --output DIR``. Writes gpu.json and check.json there.
+
+Tests, checks, compute-sanitizer, cold and warm start, host time of a call, and SGLang's own kernel through our loader
+where ``--sglang`` names the ``kernels/jit`` folder of its package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from jit_kernels.bench.vdn_delta_factors import chain, gold, reference
+
+from jit_kernels import load_jit, mhc_pre_h_aggregate, vdn_delta_factors
+from jit_kernels.checks.provenance import provenance
+from jit_kernels.checks.run import relative_error
+
+REPO = Path(__file__).resolve().parent.parent
+SANITIZED = """
+import torch
+from jit_kernels import mhc_pre_h_aggregate, vdn_delta_factors
+for n in (1, 7, 133):
+    for d in (128, 64):
+        A = torch.eye(d, device="cuda").repeat(n, 1, 1) * 0.5
+        for precision in ("fp64_tensor", "fp32"):
+            alpha = torch.ones(n, d, device="cuda")
+            vdn_delta_factors(A, torch.ones_like(A), alpha, precision=precision, backend="fused")
+for hidden in (65, 4096):
+    for tokens in (1, 7, 33):
+        residual = torch.ones(tokens, 4, hidden, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        pre = torch.ones(tokens, 4, device="cuda").requires_grad_()
+        mhc_pre_h_aggregate(residual, pre, backend="fused").backward(torch.ones_like(residual[:, 0]))
+torch.cuda.synchronize()
+"""
+WARM = """
+import time, torch, tvm_ffi
+from jit_kernels.dispatch import OPERATORS
+from jit_kernels.jit.arch import Target
+for name, operator in OPERATORS.items():
+    for build in operator.warmup:
+        kernel = operator.build(Target.of(torch.device("cuda", 0)), **build)
+        began = time.perf_counter()
+        kernel.load()
+        print(f"{name} {build}\\t{(time.perf_counter() - began) * 1e3}")
+"""
+
+
+def python(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=REPO, env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
+
+
+def cold_start() -> dict[str, Any]:
+    """Every kernel compiled, one at a time, into an empty cache: what a first call waits for."""
+    done = python("-m", "jit_kernels.cli", "warmup", "--jobs", "1", "--json")
+    kernels = json.loads(done.stdout)["kernels"] if done.stdout else []
+    return {"ok": done.returncode == 0, "kernels": kernels, "errors": done.stderr[-2000:]}
+
+
+def warm_start() -> dict[str, Any]:
+    """A cache hit in a fresh process that finds neither nvcc nor ninja."""
+    done = python("-c", WARM, PATH="/nonexistent", CUDA_HOME="/nonexistent")
+    lines = [line.rsplit("\t", 1) for line in done.stdout.splitlines() if "\t" in line]
+    milliseconds = {label: round(float(value), 2) for label, value in lines}
+    return {"ok": done.returncode == 0 and bool(lines), "milliseconds": milliseconds, "errors": done.stderr[-2000:]}
+
+
+def tests() -> dict[str, Any]:
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "tests")
+    return {"ok": done.returncode == 0, "summary": done.stdout.strip().splitlines()[-1:], "output": done.stdout[-6000:]}
+
+
+def check(output: Path) -> dict[str, Any]:
+    done = python("-m", "jit_kernels.cli", "check", "--backend", "fused", "--output", str(output / "check.json"))
+    return {"ok": done.returncode == 0, "output": (done.stdout + done.stderr)[-9000:]}
+
+
+def sanitizer() -> dict[str, Any]:
+    found: dict[str, Any] = {"ok": True}
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+        done = subprocess.run(
+            [
+                "compute-sanitizer",
+                "--tool",
+                tool,
+                "--kernel-name",
+                "kernel_substring=jit_kernels",
+                "--error-exitcode",
+                "9",
+                sys.executable,
+                "-c",
+                SANITIZED,
+            ],
+            cwd=REPO,
+            # Without torch's caching, each tensor is an allocation of its own, and a step outside is seen.
+            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", done.stdout)
+        found[tool] = summary or (done.stdout + done.stderr)[-1500:]
+        found["ok"] = found["ok"] and done.returncode == 0 and bool(summary)
+    return found
+
+
+def host_time() -> dict[str, Any]:
+    """Microseconds of the host for one eager call without gradients, the launch queue never full."""
+
+    def median(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(300):
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e6)
+            torch.cuda.synchronize()
+        return round(statistics.median(times), 2)
+
+    residual = torch.ones(1, 4, 4096, dtype=torch.bfloat16, device="cuda")
+    pre = torch.ones(1, 4, device="cuda")
+    A, alpha = torch.zeros(1, 128, 128, device="cuda"), torch.ones(1, 128, device="cuda")
+    ops = torch.ops.jit_kernels
+    with torch.inference_mode():
+        return {
+            "ok": True,
+            "mhc_pre_h_aggregate": median(lambda: mhc_pre_h_aggregate(residual, pre)),
+            "mhc_pre_h_aggregate through torch.ops": median(lambda: ops.mhc_pre_h_aggregate(residual, pre)),
+            "vdn_delta_factors": median(lambda: vdn_delta_factors(A, A, alpha)),
+            "vdn_delta_factors through torch.ops": median(lambda: ops.vdn_delta_factors(A, A, alpha)),
+            "torch.empty_like": median(lambda: torch.empty_like(A)),
+        }
+
+
+def sglang(folder: Path | None) -> dict[str, Any]:
+    """SGLang's own vdn_delta_factors.cuh, unmodified, through load_jit: right, and how long beside ours."""
+    if folder is None:
+        return {"ok": True, "skipped": "no --sglang"}
+    module = load_jit(
+        "sglang_vdn_delta_factors",
+        cuda_files=[folder / "csrc/diffusion/vdn_delta_factors.cuh"],
+        cuda_wrappers=[("vdn_delta_factors", "sglang::vdn_delta_factors::VdnDeltaFactorsKernel::run")],
+        extra_include_paths=[folder / "include"],
+    )
+    inputs = reference(torch.Generator("cuda").manual_seed(0), 707)
+    T, J = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+
+    def theirs() -> None:
+        module.vdn_delta_factors(T, J, *inputs)
+
+    theirs()
+    right = gold(*(tensor.double() for tensor in inputs))
+    errors = [relative_error(mine, want) for mine, want in zip((T, J), right, strict=True)]
+    microseconds = {
+        "sglang": graph_time(theirs),
+        **{
+            p: graph_time(lambda p=p: vdn_delta_factors(*inputs, precision=p, out=(T, J)))
+            for p in ("fp64_tensor", "fp32")
+        },
+        "torch chain, eager": event_time(lambda: chain(*inputs)),
+    }
+    return {"ok": max(errors) < 1e-5, "errors T J": errors, "microseconds at N=707 d=128": microseconds}
+
+
+def graph_time(call: Callable[[], Any]) -> float:
+    """Median microseconds of a call inside a CUDA graph of 10; 185 MB of inputs and outputs pass the L2 each time."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            call()
+    return round(event_time(graph.replay) / 10, 2)
+
+
+def event_time(call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(25):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return round(statistics.median(times[5:]), 2)
+
+
+@click.command()
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=REPO / "bench" / "results")
+@click.option(
+    "--sglang", "sglang_folder", type=click.Path(exists=True, path_type=Path), help="SGLang's kernels/jit folder."
+)
+@click.option("--skip", multiple=True, help="A step to leave out.")
+def main(output: Path, sglang_folder: Path | None, skip: tuple[str, ...]) -> None:
+    """Run every step, print a short table, write the JSON documents."""
+    output.mkdir(parents=True, exist_ok=True)
+    steps: dict[str, Callable[[], dict[str, Any]]] = {
+        "cold start": cold_start,
+        "warm start": warm_start,
+        "host time": host_time,
+        "sglang": lambda: sglang(sglang_folder),
+        "check": lambda: check(output),
+        "sanitizer": sanitizer,
+        "tests": tests,
+    }
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.setdefault("JIT_KERNELS_CACHE_DIR", cache)
+        results: dict[str, Any] = {}
+        for name, step in steps.items():
+            if name in skip:
+                continue
+            began = time.perf_counter()
+            results[name] = step() | {"seconds": round(time.perf_counter() - began, 1)}
+            print(name, json.dumps(results[name])[:3000], flush=True)
+            document = {"schema": 1, "provenance": provenance(torch.device("cuda", 0)), "steps": results}
+            (output / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
+    print()
+    for name, result in results.items():
+        print(f"{name:12} {'ok' if result['ok'] else 'FAILED':8} {result['seconds']:7.1f} s")
+    sys.exit(0 if all(result["ok"] for result in results.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+from jit_kernels.cli import main
+
+main()

@@ -1,0 +1,213 @@
+"""``jit-kernels env`` and ``doctor``: the settings, and what will happen when an op is called."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+import torch
+from rich.text import Text
+
+from jit_kernels import __version__
+from jit_kernels import env as settings
+from jit_kernels.cli.output import emit, json_option, rows
+from jit_kernels.dispatch import OPERATORS
+from jit_kernels.jit import cache, toolchain
+from jit_kernels.jit.arch import Target
+from jit_kernels.jit.errors import JitError, UntrustedCacheError
+
+STYLE = {"ok": "green", "note": "yellow", "problem": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``cure`` says what to do where the state isn't ok."""
+
+    what: str
+    state: str  # ok, note (works, but not with the fused kernel or not as asked), problem
+    found: str
+    cure: str = ""
+
+
+@click.command()
+@json_option
+def env(as_json: bool) -> None:
+    """Print every environment variable that the package reads, and what it is set to."""
+    table = []
+    for variable in settings.VARIABLES:
+        try:
+            value = variable.get()
+            effective = ":".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+        except ValueError as error:
+            effective = f"invalid: {error}"
+        table.append(
+            {
+                "name": variable.name,
+                "set": os.environ.get(variable.name),
+                "effective": effective,
+                "meaning": variable.meaning,
+            }
+        )
+    emit(
+        {"schema": 1, "variables": table},
+        as_json,
+        lambda: [
+            rows(None, ("variable", "effective", "meaning"), ((v["name"], v["effective"], v["meaning"]) for v in table))
+        ],
+    )
+
+
+@click.command()
+@json_option
+@click.pass_context
+def doctor(context: click.Context, as_json: bool) -> None:
+    """Say what will happen when an op is called here, and what to do where that is not the fused kernel.
+
+    Exits 1 if something is broken; that there is no GPU is not.
+    """
+    findings = list(examine())
+    emit(
+        {"schema": 1, "findings": [asdict(finding) for finding in findings]},
+        as_json,
+        lambda: [
+            rows(
+                None,
+                ("", "what", "found", "what to do"),
+                ((Text(f.state, style=STYLE[f.state]), f.what, f.found, f.cure) for f in findings),
+            )
+        ],
+    )
+    if any(finding.state == "problem" for finding in findings):
+        context.exit(1)
+
+
+def examine() -> Iterator[Finding]:
+    """The findings, in the order in which a call meets them."""
+    import tvm_ffi
+
+    yield Finding(
+        "versions",
+        "ok",
+        f"jit-kernels {__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"tvm-ffi {tvm_ffi.__version__}",
+    )
+    broken = False
+    for variable in settings.VARIABLES:
+        try:
+            variable.get()
+        except ValueError as error:
+            broken = True
+            yield Finding(variable.name, "problem", str(error), f"unset it, or set it right: {variable.meaning}")
+    if broken:
+        return
+    yield from _devices()
+    yield from _tools()
+    yield from _places()
+    yield from _calls()
+
+
+def _targets() -> list[Target]:
+    return list(dict.fromkeys(Target.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())))
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        yield Finding(
+            "GPU",
+            "note",
+            f"none usable ({built}): every call runs the torch fallback",
+            "on a machine with an NVIDIA GPU: check the driver (nvidia-smi) and that torch's CUDA is not newer than it",
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        target = Target.of(torch.device("cuda", index))
+        fit = target.major >= 9
+        yield Finding(
+            f"cuda:{index}",
+            "ok" if fit else "note",
+            f"{properties.name}, {target}" + ("" if fit else ": the fused kernels need sm_90 or newer"),
+            "" if fit else "calls on this device run the torch fallback",
+        )
+
+
+def _tools() -> Iterator[Finding]:
+    forbidden = settings.COMPILE.get() == "never"
+    verdicts = toolchain.survey(None, cache.probe())
+    usable = next((verdict for verdict in verdicts if isinstance(verdict, toolchain.Toolchain)), None)
+    for verdict in verdicts:
+        if isinstance(verdict, toolchain.Refusal) and (usable is None or verdict.origin in ("CUDA_HOME", "CUDA_PATH")):
+            yield Finding(
+                "CUDA compiler", "note", f"not usable: {verdict}", "mend or unset it; the next candidate is tried"
+            )
+    if usable is None:
+        yield Finding("CUDA compiler", "note", "none usable: kernels that aren't built yet can't be", toolchain.CURE)
+    else:
+        yield Finding(
+            "CUDA compiler", "ok", f"nvcc {'.'.join(map(str, usable.version))} in {usable.root} ({usable.origin})"
+        )
+        yield Finding("host compiler", "ok", usable.identity.split("; ", 1)[1])
+    try:
+        yield Finding("ninja", "ok", str(toolchain.ninja()))
+    except JitError as error:
+        yield Finding("ninja", "note", error.cause, error.cure)
+    if forbidden:
+        yield Finding(
+            "compiling", "note", "forbidden by JIT_KERNELS_COMPILE=never", "only kernels built ahead will run"
+        )
+
+
+def _places() -> Iterator[Finding]:
+    for overlay in settings.PREBUILT_DIR.get():
+        if overlay.is_dir():
+            yield Finding("prebuilt kernels", "ok", str(overlay))
+        else:
+            yield Finding("prebuilt kernels", "problem", f"{overlay} is no folder", "correct JIT_KERNELS_PREBUILT_DIR")
+    root = cache.roots()[0]
+    try:
+        existing = next(path for path in (root, *root.parents) if path.exists())
+        if existing == root:
+            cache.require_trusted(root)
+        writable = os.access(existing, os.W_OK)
+    except PermissionError:
+        writable = False
+    except UntrustedCacheError as error:
+        yield Finding("cache", "problem", error.cause, error.cure)
+        return
+    if writable:
+        yield Finding("cache", "ok", str(root))
+    else:
+        yield Finding(
+            "cache",
+            "note",
+            f"{root} can't be written: new kernels go to {cache.roots()[-1]}",
+            "set JIT_KERNELS_CACHE_DIR to a folder that can be",
+        )
+
+
+def _calls() -> Iterator[Finding]:
+    """For each operator and each build that users need: what the first call does."""
+    for operator in OPERATORS.values():
+        for target in _targets():
+            for parameters in operator.warmup:
+                label = " ".join([operator.name, *(f"{key}={value}" for key, value in parameters.items())])
+                yield _first_call(f"{label} on {target}", operator.build(target, **parameters), operator.name)
+        if not _targets():
+            yield Finding(operator.name, "note", "runs the torch fallback: there is no GPU")
+
+
+def _first_call(what: str, kernel: Any, name: str) -> Finding:
+    if kernel.target.major < 9:
+        return Finding(what, "note", "runs the torch fallback: the fused kernels need sm_90 or newer")
+    warm = f"jit-kernels warmup {name} --arch {kernel.target}"
+    try:
+        if kernel.require_available():
+            return Finding(what, "ok", "runs the fused kernel: it is built")
+    except JitError as error:
+        return Finding(what, "problem", f"runs the torch fallback: {error.cause}", error.cure)
+    return Finding(what, "ok", "the first call compiles the fused kernel, which takes some seconds", warm)

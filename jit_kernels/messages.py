@@ -1,0 +1,21 @@
+"""The words in which errors show a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Dtype, shape and device in one word, such as ``float32[7, 4] on cuda:0``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+def require_tensors(**named: Any) -> None:
+    """Raises TypeError, naming the argument, where one is no dense tensor."""
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}: {value!r:.80}")
+        if value.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor; got layout {value.layout}")

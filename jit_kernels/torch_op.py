@@ -1,0 +1,100 @@
+"""The boundary to torch: registration of operators, and the test for calls that may pass it by.
+
+A call through the torch dispatcher costs several microseconds of host time; the launch itself costs about one. So
+an eager call that nobody watches (no autograd, tracing, mode, transform or tensor subclass) goes straight to the
+kernel, and every other call goes through the registered op. This file is the only one that knows torch's internals.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from jit_kernels.dispatch import Operator
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NAMESPACE = "jit_kernels"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def unwatched(tensors: tuple[Any, ...]) -> bool:
+    """True where a direct kernel launch can't be told from a call of the registered op."""
+    if (
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
+        or _tracing() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    return all(type(tensor) in _PLAIN and not (grad and tensor.requires_grad) for tensor in tensors)
+
+
+def untraced(function: F) -> F:
+    """As ``torch.compiler.disable``, whose import of all of torch._dynamo, a second, waits until something traces."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return torch.compiler.disable(function)(*args, **options)
+        return function(*args, **options)
+
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return wrapper  # type: ignore[return-value]
+
+
+def register(operator: Operator) -> Callable[..., Any]:
+    """Makes ``torch.ops.jit_kernels.<name>`` of an operator, and returns it.
+
+    The op's last argument, ``backend``, is the one that the call named, or None for the ambient one.
+    """
+    parameters, returns = operator.schema.split(" -> ")
+    _library.define(
+        f"{operator.name}{parameters[:-1]}, str? backend=None) -> {returns}",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    qualified = f"{NAMESPACE}::{operator.name}"
+
+    # The dispatcher drops trailing arguments that equal their defaults, and may pass the backend by place.
+    def implementation(*args: Any, backend: str | None = None) -> Any:
+        if len(args) == count:
+            args, backend = args[:-1], args[-1]
+        return operator.run(operator.complete(args), backend)
+
+    def fake(*args: Any, backend: str | None = None) -> Any:
+        args = operator.complete(args[: count - 1])
+        operator.validate(*args)
+        return operator.outputs(*args)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *args, ctx.backend = inputs
+        ctx.save_for_backward(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+        ctx.options = tuple(arg for arg in args if not isinstance(arg, torch.Tensor))
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        assert operator.gradient is not None
+        given = operator.gradient(ctx, *grads)
+        return (*given, *(None for _ in range(count - len(given))))
+
+    _library.impl(operator.name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    op = getattr(getattr(torch.ops, NAMESPACE), operator.name).default
+    count = len(op._schema.arguments)
+    if operator.gradient is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+    return op
