@@ -127,8 +127,10 @@ class Operator:
         if torch.compiler.is_compiling():
             return self.torch_op(*args, backend=backend)
         choice = _ambient.get() if backend is None else _checked(backend)
-        if torch_op.unwatched(tuple(arg for arg in args if isinstance(arg, torch.Tensor))):
+        tensors = tuple(arg for arg in args if isinstance(arg, torch.Tensor))
+        if torch_op.unwatched(tensors):
             return self.run(args, choice)
+        torch_op.require_no_tangent(self.name, tensors)
         self.validate(*args)  # a tensor that isn't one would be refused by torch in other words
         return self.torch_op(*args, backend=choice)
 
@@ -137,7 +139,7 @@ class Operator:
         choice = _ambient.get() if backend is None else _checked(backend)
         self.validate(*args)
         if choice == "torch":
-            return self.fallback(*args)
+            return self._fall_back(args)
         support = self.supports(*args)
         if choice == "fused":
             if not support:
@@ -151,7 +153,14 @@ class Operator:
                 raise
             except JitError as error:
                 _warn_once(self.name, error)
-        return self.fallback(*args)
+        return self._fall_back(args)
+
+    def _fall_back(self, args: tuple[Any, ...]) -> Any:
+        device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return self.fallback(*args)
+        with torch.autocast(device, enabled=False):  # the op's own precision, as in the kernel
+            return self.fallback(*args)
 
     def launcher(self, export: str, device: torch.device, *parameters: Any) -> Callable[..., None]:
         """A function of the compiled module for this device and these build parameters; loaded at the first request.

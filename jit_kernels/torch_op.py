@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -45,6 +45,16 @@ def unwatched(tensors: tuple[Any, ...]) -> bool:
     return all(type(tensor) in _PLAIN and not (grad and tensor.requires_grad) for tensor in tensors)
 
 
+def require_no_tangent(name: str, tensors: Iterable[Any]) -> None:
+    """Forward-mode derivatives would be lost in silence, so they are refused.
+
+    Raises:
+        NotImplementedError: one of the tensors carries a tangent.
+    """
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(f"{name} has no forward-mode derivative (jvp); use the reverse mode (vjp)")
+
+
 def untraced(function: F) -> F:
     """As ``torch.compiler.disable``, whose import of all of torch._dynamo, a second, waits until something traces."""
 
@@ -74,6 +84,7 @@ def register(operator: Operator) -> Callable[..., Any]:
     def implementation(*args: Any, backend: str | None = None) -> Any:
         if len(args) == count:
             args, backend = args[:-1], args[-1]
+        require_no_tangent(operator.name, (arg for arg in args if isinstance(arg, torch.Tensor)))
         return operator.run(operator.complete(args), backend)
 
     def fake(*args: Any, backend: str | None = None) -> Any:

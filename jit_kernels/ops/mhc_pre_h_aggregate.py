@@ -14,6 +14,7 @@ from jit_kernels.jit.loader import Kernel, kernel
 from jit_kernels.messages import describe, require_tensors
 
 STREAMS = 4
+MOST_HIDDEN, MOST_BLOCKS = 716_800, 2**31 - 1  # shared memory of the backward; one grid
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -40,6 +41,12 @@ def validate(residual: Tensor, pre: Tensor) -> None:
 def supports(residual: Tensor, pre: Tensor) -> Support:
     if residual.dtype != torch.bfloat16:
         return Support(False, f"residual is {residual.dtype}: the fused kernel covers torch.bfloat16")
+    hidden, tokens = residual.shape[-1], pre.numel() // STREAMS
+    if hidden > MOST_HIDDEN:
+        return Support(False, f"hidden_size {hidden}: the fused kernel covers up to {MOST_HIDDEN}")
+    most = MOST_BLOCKS // max(8, -(-hidden // 512))  # blocks a token: backward's cluster, forward's chunks
+    if tokens > most:
+        return Support(False, f"{tokens} tokens of hidden_size {hidden}: the fused kernel covers up to {most}")
     return cuda_support(residual)
 
 
