@@ -97,6 +97,9 @@ class Operator:
     parameters: Callable[..., tuple[Any, ...]] = lambda *args: ()  # of the build that a call needs, after the target
     gradient: Callable[..., tuple[Any, ...]] | None = None  # (ctx, *grads) → one gradient an argument
     warmup: tuple[dict[str, Any], ...] = ()  # parameters of the builds that users need
+    core_ndim: int | None = (
+        None  # the first tensor's dimensions of one sample: a DTensor may be sharded over the others
+    )
     public: bool = True
     torch_op: Callable[..., Any] = field(init=False, repr=False)
     arguments: tuple[str, ...] = field(init=False, repr=False)  # their names
@@ -131,6 +134,7 @@ class Operator:
         if torch_op.unwatched(tensors):
             return self.run(args, choice)
         torch_op.require_no_tangent(self.name, tensors)
+        torch_op.prepare_dtensors(self, tensors)
         self.validate(*args)  # a tensor that isn't one would be refused by torch in other words
         return self.torch_op(*args, backend=choice)
 
@@ -172,13 +176,13 @@ class Operator:
         key = (export, device.index, parameters)
         found = self._launchers.get(key)
         if found is None:
+            if key in self._failures:  # so that calls which fall back don't compile in vain each time
+                raise self._failures[key].with_traceback(None)
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
                     f"{self.name}: its kernel is not loaded yet, and a CUDA graph is being captured",
                     "call the op once with such tensors before the capture begins",
                 )
-            if key in self._failures:  # so that calls which fall back don't compile in vain each time
-                raise self._failures[key].with_traceback(None)
             try:
                 module = self.build(Target.of(device), *parameters).load()
             except JitError as error:

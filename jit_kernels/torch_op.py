@@ -68,6 +68,38 @@ def untraced(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
+_sharded: set[str] = set()
+
+
+def prepare_dtensors(operator: Operator, tensors: Iterable[Any]) -> None:
+    """Tells torch how the op is sharded, at the first DTensor: importing torch.distributed.tensor takes its time.
+
+    Every sample stands alone, so any batch dimension may be sharded; nothing is gathered.
+    """
+    if operator.core_ndim is None or operator.name in _sharded or "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    if not any(isinstance(tensor, DTensor) for tensor in tensors):
+        return
+    _sharded.add(operator.name)
+    core, returns = operator.core_ndim, len(operator.torch_op._schema.returns)  # type: ignore[attr-defined]
+
+    @register_sharding(operator.torch_op)  # type: ignore[arg-type]
+    def strategies(*args: Any, **options: Any) -> list[tuple[list[Any], list[Any]]]:
+        batch = args[0].ndim - core
+        # An output that is not wanted is empty, and has no batch to shard.
+        wanted = next((arg for arg in args if isinstance(arg, (list, tuple))), [True] * returns)
+        return [
+            (
+                [place if want else Replicate() for want in wanted],
+                [place if hasattr(arg, "ndim") else None for arg in args],
+            )
+            for place in (Replicate(), *(Shard(dim) for dim in range(batch)))
+        ]
+
+
 def register(operator: Operator) -> Callable[..., Any]:
     """Makes ``torch.ops.jit_kernels.<name>`` of an operator, and returns it.
 

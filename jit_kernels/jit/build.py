@@ -55,9 +55,9 @@ def compile_library(source: Source, target: Target, toolchain: Toolchain, folder
         return str(Path(links[place]) / path.relative_to(place))
 
     for name, text in source.units(spell).items():
-        (folder / name).write_text(text)
+        write(folder / name, text)
     library = f"{source.name}.so"
-    (folder / "build.ninja").write_text(_ninja_file(source, target, toolchain, library, spell))
+    write(folder / "build.ninja", _ninja_file(source, target, toolchain, library, spell))
     command = [str(ninja()), "-v"]
     # The compilers' temporary files stay in the folder too: a killed build leaves nothing elsewhere.
     process = subprocess.Popen(
@@ -67,8 +67,8 @@ def compile_library(source: Source, target: Target, toolchain: Toolchain, folder
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+        encoding="utf-8",
+        errors="surrogateescape",
         start_new_session=True,
     )
     try:
@@ -87,10 +87,20 @@ def compile_library(source: Source, target: Target, toolchain: Toolchain, folder
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    (folder / LOG).write_text(output)
+    write(folder / LOG, output)
     if process.returncode != 0:
         raise _explain(source, target, toolchain, output)
     return folder / library
+
+
+def write(path: Path, text: str) -> None:
+    """Whatever the locale: the text holds paths, and those are bytes."""
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def read(path: Path) -> str:
+    """What `write` wrote, or what a compiler did."""
+    return path.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 def resources(log: str) -> dict[str, dict[str, int]]:

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import time
 import warnings
@@ -68,7 +69,7 @@ class Entry:
 
     @property
     def meta(self) -> dict[str, Any]:
-        return json.loads((self.folder / META).read_text())
+        return json.loads(build.read(self.folder / META))
 
     def load(self) -> Any:
         """The tvm-ffi module, after its file was compared with the recorded hash.
@@ -177,7 +178,7 @@ def load(source: Source, target: Target) -> Any:
         try:
             return entry.load()
         except LoadError as error:
-            _give_up(entry, error)
+            _warn_of(entry, error)
     return _make(source, target, None).load()
 
 
@@ -193,7 +194,7 @@ def obtain(source: Source, target: Target, root: Path | None = None) -> Entry:
                 entry.load()
                 return entry
             except LoadError as error:
-                _give_up(entry, error)
+                _warn_of(entry, error)
     return _make(source, target, root)
 
 
@@ -235,10 +236,9 @@ def _candidates(source: Source, target: Target) -> Iterator[Entry]:
                 yield entry
 
 
-def _give_up(entry: Entry, error: LoadError) -> None:
+def _warn_of(entry: Entry, error: LoadError) -> None:
+    # It is removed where it is built again, under the lock: by now another process may have mended it.
     warn(f"{error.cause}; " + ("looking on" if entry.prebuilt else "building it again"))
-    if not entry.prebuilt:
-        discard(entry)
 
 
 def _make(source: Source, target: Target, root: Path | None) -> Entry:
@@ -317,7 +317,7 @@ def _build(source: Source, target: Target, tools: toolchain.Toolchain, entry: En
         started = time.perf_counter()
         library = build.compile_library(source, target, tools, staging, env.BUILD_TIMEOUT.get())
         seconds = time.perf_counter() - started
-        _check_scan(source, staging)
+        _check_scan(source, tools, staging)
         if f"-{source.key(target)}-" not in entry.folder.name:
             raise CompileError(f"the sources of {source.name} changed while they were being built", "call again")
         load_library(library)
@@ -332,9 +332,9 @@ def _build(source: Source, target: Target, tools: toolchain.Toolchain, entry: En
             "compilers": tools.identity,
             "compile_seconds": round(seconds, 2),
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "kernels": build.resources((staging / build.LOG).read_text()),
+            "kernels": build.resources(build.read(staging / build.LOG)),
         }
-        (staging / META).write_text(json.dumps(meta, indent=1))
+        build.write(staging / META, json.dumps(meta, indent=1))
         for path in list(staging.iterdir()):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -361,12 +361,15 @@ def _staging_prefix(entry: Entry) -> str:
     return f".staging-{socket.gethostname()}-{entry.folder.name}-"
 
 
-def _check_scan(source: Source, staging: Path) -> None:
+def _check_scan(source: Source, tools: toolchain.Toolchain, staging: Path) -> None:
     opened = []
     for path in staging.glob("*.o.d"):  # make's syntax: blanks part the names, unless escaped
-        words = re.findall(r"(?:\\.|[^\s\\])+", path.read_text().replace("\\\n", " "))
+        words = re.findall(r"(?:\\.|[^\s\\])+", build.read(path).replace("\\\n", " "))
         opened += [(staging / re.sub(r"\\(.)", r"\1", word).replace("$$", "$")).resolve() for word in words]
-    missed = source.unscanned(path for path in opened if not path.is_relative_to(staging.resolve()))
+    # What these folders hold stands in the key by version, or isn't a source at all.
+    known = [staging, tools.root, Path(sys.prefix), *source.include_dirs()[len(source.scanned_dirs()) :]]
+    known = [folder.resolve() for folder in known]
+    missed = source.unscanned(path for path in opened if not any(path.is_relative_to(folder) for folder in known))
     if missed:
         raise CompileError(
             f"{source.name} includes {missed[0]} in a way that the cache key can't see (a macro in #include?)",

@@ -122,6 +122,8 @@ def load_jit(*args: object, target: Target | str | None = None, **options: Any) 
         ValueError, FileNotFoundError: the arguments name no module.
     """
     if target is None:
+        if not torch.cuda.is_available():
+            raise ValueError("there is no CUDA device to take the arch target from: name it, as in target='sm_90a'")
         target = Target.of(torch.device("cuda", torch.cuda.current_device()))
     elif isinstance(target, str):
         target = Target.parse(target)

@@ -18,6 +18,9 @@ PACKAGE = Path(__file__).resolve().parent.parent
 CSRC = next((path for path in (PACKAGE / "csrc", PACKAGE.parent / "csrc") if path.is_dir()), PACKAGE / "csrc")
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.M)
+_INCLUDE_FLAG = re.compile(
+    r"(?:^|[,= ])(?:-I|-isystem|-iquote|-idirafter|-include|-imacros|--include|--system-include|--pre-include)|^@"
+)
 _EXPORTS = """\
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/dtype.h>
@@ -57,12 +60,12 @@ class Source:
                 raise FileNotFoundError(f"{self.name}: there is no source file {path}")
         for flag in (*self.extra_cflags, *self.extra_cuda_cflags):
             # The key holds flags as text: what a folder named here contains would not be in it.
-            if flag.startswith(("-I", "-i", "--include", "--system-include", "--pre-include")):
+            if _INCLUDE_FLAG.search(flag):
                 raise ValueError(f"{self.name}: {flag!r} hides files from the cache key: use extra_include_paths")
 
     @property
     def name(self) -> str:
-        return re.sub(r"\W+", "_", "_".join(self.args))[:80]
+        return re.sub(r"\W+", "_", "_".join(self.args), flags=re.ASCII)[:80]
 
     def units(self, spell: Callable[[Path], str] = str) -> dict[str, str]:
         """The generated translation units, by file name. ``spell`` gives the name by which one includes a source."""

@@ -92,6 +92,7 @@ OPERATOR = Operator(
     fallback=fallback.forward,
     gradient=gradient,
     warmup=({},),
+    core_ndim=2,
 )
 
 
@@ -191,5 +192,6 @@ BACKWARD = Operator(
     fused=fused_backward,
     fallback=fallback.backward,
     gradient=no_double_backward,
+    core_ndim=1,
     public=False,
 )

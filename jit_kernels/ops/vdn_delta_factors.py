@@ -156,6 +156,7 @@ OPERATOR = Operator(
     parameters=lambda A, B, alpha, a_scale, b_scale, check_errors, precision: (A.shape[-1], precision),
     gradient=gradient,
     warmup=({"head_dim": 128}, {"head_dim": 64}),
+    core_ndim=2,
 )
 
 
@@ -344,5 +345,6 @@ BACKWARD = Operator(
     fused=fused_backward,
     fallback=fallback_backward,
     gradient=no_double_backward,
+    core_ndim=2,
     public=False,
 )

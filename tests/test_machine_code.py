@@ -1,0 +1,112 @@
+"""What the compilers made of the kernels, read back from the libraries: no GPU is needed for that."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jit_kernels.dispatch import OPERATORS
+from jit_kernels.jit.arch import Target
+
+TARGETS = ("sm_90a", "sm_100a")
+BUILDS = [
+    *(("mhc_pre_h_aggregate", (), target) for target in TARGETS),
+    *(
+        ("vdn_delta_factors", (head_dim, precision), target)
+        for head_dim in (128, 64)
+        for precision in ("fp64_tensor", "fp32")
+        for target in TARGETS
+    ),
+]
+
+# Tensor cores of every kind but fp64, through Blackwell's names for them.
+LOW_PRECISION = re.compile(r"\b(HMMA|HGMMA|QMMA|QGMMA|OMMA|IMMA|IGMMA|BMMA|UTC\w*MMA)\b")
+ATOMICS = re.compile(r"\b(ATOM|ATOMS|ATOMG|RED|REDG|REDAS|SUATOM|SURED)\b")
+
+
+def tool(name: str) -> str:
+    spec = importlib.util.find_spec("nvidia")
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        for program in Path(location).glob(f"cu*/bin/{name}"):
+            return str(program)
+    found = shutil.which(name)
+    assert found, f"{name} was not found: pip install -e '.[test]' brings it"
+    return found
+
+
+def disassemble(library: Path) -> str:
+    # cuobjdump calls nvdisasm by name.
+    path = os.pathsep.join([str(Path(tool("nvdisasm")).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [tool("cuobjdump"), "--dump-sass", str(library)],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def instructions(sass: str) -> set[str]:
+    """The opcodes in a listing, without their modifiers."""
+    return set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.M))
+
+
+@pytest.fixture(scope="module", params=BUILDS, ids=lambda build: "-".join([build[0], *map(str, build[1]), build[2]]))
+def build(request, shared_cache):
+    name, parameters, target = request.param
+    entry = OPERATORS[name].build(Target.parse(target), *parameters).compile()
+    meta = entry.meta
+    return name, parameters, target, meta, instructions(disassemble(entry.folder / meta["library"]))
+
+
+def test_listing_is_read(build):
+    *_, found = build
+    assert {"EXIT", "S2R"} <= found or {"EXIT", "S2UR"} <= found
+
+
+def test_no_low_precision_tensor_cores(build):
+    *_, found = build
+    assert not [opcode for opcode in found if LOW_PRECISION.match(opcode)]
+
+
+def test_no_atomics(build):
+    *_, found = build
+    assert not [opcode for opcode in found if ATOMICS.match(opcode)]
+
+
+def test_arithmetic_is_the_promised_one(build):
+    name, parameters, target, _, found = build
+    if name == "mhc_pre_h_aggregate":
+        assert not found & {"FFMA", "FFMA2", "HFMA2_BF16", "DFMA"}
+        assert found & {"FMUL", "FMUL2"}
+        assert found & {"FADD", "FADD2"}
+    elif "fp64_tensor" in parameters:
+        assert "DMMA" in found
+    else:
+        assert not found & {"DMMA", "DFMA", "DADD", "DMUL"}
+        # Blackwell's packed FMA does two of Hopper's.
+        assert "FFMA2" in found if target == "sm_100a" else "FFMA" in found
+
+
+def test_compiles_in_time(build):
+    # Wall time of one build on CI's two cores, one build at a time: what a first call waits for.
+    name, parameters, target, meta, _ = build
+    assert meta["compile_seconds"] <= 20, (name, parameters, target)
+
+
+def test_spills(build):
+    # Bytes a thread spills, kernels whose notes justify them; everything else spills nothing.
+    *_, meta, _ = build
+    spills = {kernel: use["spill_stores"] + use["spill_loads"] for kernel, use in meta["kernels"].items()}
+    assert meta["kernels"]
+    assert all(
+        set(use) == {"registers", "shared", "stack", "spill_stores", "spill_loads"} for use in meta["kernels"].values()
+    )
+    assert not {kernel: spilled for kernel, spilled in spills.items() if spilled}
