@@ -1,18 +1,23 @@
 """The delta-rule factors in plain torch: the fallback, and the meaning of the operator.
 
-    P = (I + a_scale A)^-1        A's lower triangle alone is read
-    T = diag(alpha) P             P rounded to the dtype first: T with alpha is alpha times T without, to the bit
+    P = (I + a_scale A)^-1        A is given by its lower triangle; what stands above is not read
+    T = diag(alpha) P             P rounded to the dtype first: T is alpha times the T of alpha = 1, to the bit
     J = b_scale B P
 
-Inverse and products are computed in float64 and rounded once: more accurate than the float32 chain it replaces on
-every input, out of reach of TF32 and of autocast settings, and on a CPU independent of the batch a matrix is in.
+Inverse and products are computed in float64 and rounded once: more accurate than the float32 chain on every input, and
+out of reach of whatever the process allows float32 products to be. A matrix that is not positive definite, or has a NaN
+in its lower triangle, has NaN in all of its own T and J.
+
+On a CPU the matrices are taken one by one, each from memory of its own, so that a matrix's bytes depend on that matrix
+alone. On a GPU they go through the batched routines of cuSOLVER and cuBLAS, without a synchronisation; those may choose
+their code by the batch's size, which the rounding to float32 hides but for rare last bits.
 
 Shapes: A, B, T, J ``[..., d, d]``, alpha ``[..., d]``; float32 or float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,13 +26,16 @@ from torch import Tensor
 def forward(
     A: Tensor, B: Tensor, alpha: Tensor, a_scale: float = 1.0, b_scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """T, J, and info as ``torch.linalg.cholesky_ex`` gives it: 0, or the order of the first non-positive leading minor.
+    """T, J, and info as ``torch.linalg.cholesky_ex`` gives it: 0, or the order of the first bad leading minor."""
 
-    A matrix that is not positive definite has NaN in all of its own T and J.
-    """
-    inverse, info = _inverse(A, a_scale)
-    T = alpha.unsqueeze(-1) * inverse.to(A.dtype)
-    J = ((b_scale * B.double()) @ inverse).to(A.dtype)
+    def compute(A: Tensor, B: Tensor, alpha: Tensor) -> tuple[Tensor, ...]:
+        inverse, info = _inverse(A, a_scale)
+        injection = (b_scale * B.double()) @ inverse
+        # A NaN in P makes every column of J NaN; one in B is B's own.
+        return alpha.unsqueeze(-1) * inverse.to(A.dtype), injection.to(A.dtype), info
+
+    like = [A.new_empty(A.shape) for _ in "TJ"] + [A.new_empty(A.shape[:-2], dtype=torch.int32)]
+    T, J, info = _each(compute, A.ndim - 2, (A, B, alpha), like)
     return T, J, info
 
 
@@ -42,7 +50,9 @@ def backward(
     output_mask: Sequence[bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for A, B and alpha; those not wanted have shape ``[0]``. The inverse is computed again from A."""
-    inverse, _ = _inverse(A, a_scale)
+    (inverse,) = _each(
+        lambda A: (_inverse(A, a_scale)[0],), A.ndim - 2, (A,), [A.new_empty(A.shape, dtype=torch.float64)]
+    )
     return gradients(inverse, grad_T, grad_J, B, alpha, a_scale, b_scale, output_mask)
 
 
@@ -56,38 +66,62 @@ def gradients(
     b_scale: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The closed form, in float64, from P = ``inverse``.
+    """The closed form from P = ``inverse``, in float64.
 
     grad_P     = diag(alpha) grad_T + b_scale B^T grad_J
-    grad_A     = -a_scale P sym(grad_P) P, symmetric, as torch.linalg.cholesky's own backward gives it
+    grad_A     = -a_scale sym(P grad_P P), with sym(X) = (X + X^T) / 2, as torch.linalg.cholesky's own backward gives it
     grad_B     = b_scale grad_J P
     grad_alpha = the row sums of grad_T * P
     """
     want_A, want_B, want_alpha = output_mask
-    P, grad_T, grad_J = inverse.double(), grad_T.double(), grad_J.double()
-    grad_A, grad_B, grad_alpha = (alpha.new_empty(0) for _ in range(3))
-    if want_A:
-        grad_P = alpha.double().unsqueeze(-1) * grad_T + (b_scale * B.double()).mT @ grad_J
-        half = P @ (grad_P + grad_P.mT) @ P
-        grad_A = (-a_scale / 4 * (half + half.mT)).to(B.dtype)
-    if want_B:
-        grad_B = (b_scale * (grad_J @ P)).to(B.dtype)
-    if want_alpha:
-        grad_alpha = (grad_T * P).sum(-1).to(B.dtype)
+
+    def compute(P: Tensor, grad_T: Tensor, grad_J: Tensor, B: Tensor, alpha: Tensor) -> tuple[Tensor, ...]:
+        P, grad_T, grad_J = P.double(), grad_T.double(), grad_J.double()
+        found = []
+        if want_A:
+            grad_P = alpha.double().unsqueeze(-1) * grad_T + (b_scale * B.double()).mT @ grad_J
+            product = P @ grad_P @ P
+            found.append(-0.5 * a_scale * (product + product.mT))
+        if want_B:
+            found.append(b_scale * (grad_J @ P))
+        if want_alpha:
+            found.append((grad_T * P).sum(-1))
+        return tuple(grad.to(B.dtype) for grad in found)
+
+    like = [tensor.new_empty(tensor.shape) for tensor, want in zip((B, B, alpha), output_mask, strict=True) if want]
+    found = iter(_each(compute, B.ndim - 2, (inverse, grad_T, grad_J, B, alpha), like))
+    grad_A, grad_B, grad_alpha = (next(found) if want else alpha.new_empty(0) for want in output_mask)
     return grad_A, grad_B, grad_alpha
 
 
 def _inverse(A: Tensor, a_scale: float) -> tuple[Tensor, Tensor]:
-    """(I + a_scale A)^-1 in float64, symmetric to the bit, and info."""
-    M = A.tril().double() * a_scale
-    M.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    root, info = torch.linalg.cholesky_ex(M)
-    if A.is_cuda:  # cholesky_inverse runs matrix by matrix there
-        eye = torch.eye(A.shape[-1], dtype=torch.float64, device=A.device)
+    """P in float64, symmetric to the bit, NaN where there is none; and info."""
+    matrix = a_scale * A.double()
+    matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    root, info = torch.linalg.cholesky_ex(matrix)
+    # cuSOLVER's info overlooks a NaN; the factor's diagonal doesn't.
+    nan = root.diagonal(dim1=-2, dim2=-1).isnan()
+    info = torch.where((info == 0) & nan.any(-1), nan.int().argmax(-1).int() + 1, info)
+    if A.is_cuda:  # where cholesky_inverse goes matrix by matrix
+        eye = torch.eye(A.shape[-1], dtype=root.dtype, device=A.device)
         half = torch.linalg.solve_triangular(root, eye.expand_as(root), upper=False)
         lower = (half.mT @ half).tril()
     else:
         lower = torch.cholesky_inverse(root).tril()
     inverse = lower + lower.tril(-1).mT
-    failed = (info != 0) | root.diagonal(dim1=-2, dim2=-1).isnan().any(-1)
-    return inverse.masked_fill(failed[..., None, None], float("nan")), info
+    return inverse.masked_fill((info != 0)[..., None, None], torch.nan), info
+
+
+def _each(
+    compute: Callable[..., tuple[Tensor, ...]], batch_ndim: int, tensors: Sequence[Tensor], like: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """``compute(*tensors)``: at once on a GPU; on a CPU for one matrix after the other, into ``like``."""
+    if tensors[0].device.type != "cpu":
+        return compute(*tensors)
+    flat = [tensor.reshape(-1, *tensor.shape[batch_ndim:]) for tensor in tensors]
+    outputs = [tensor.view(-1, *tensor.shape[batch_ndim:]) if tensor.numel() else tensor[:0] for tensor in like]
+    for index in range(flat[0].shape[0] if like and like[0].numel() else 0):
+        # Copies lie where the allocator aligns them: a BLAS may choose its code by that.
+        for output, value in zip(outputs, compute(*(tensor[index].clone() for tensor in flat)), strict=True):
+            output[index] = value
+    return tuple(like)

@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Before jit_kernels is imported: the user's own settings and cache have no part in the tests.
-for _name in [name for name in os.environ if name.startswith("JIT_KERNELS_")]:
+# Before jit_kernels is imported: the user's own settings and cache have no part in the tests; kernels built ahead may.
+for _name in [name for name in os.environ if name.startswith("JIT_KERNELS_") and name != "JIT_KERNELS_PREBUILT_DIR"]:
     del os.environ[_name]
 _SHARED_CACHE = tempfile.mkdtemp(prefix="jit-kernels-tests-")
 os.environ["JIT_KERNELS_CACHE_DIR"] = _SHARED_CACHE

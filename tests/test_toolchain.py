@@ -169,7 +169,6 @@ def installed_wheels() -> list[Path]:
 
 
 @pytest.mark.compiler
-@pytest.mark.slow
 @pytest.mark.skipif(not installed_wheels(), reason="the nvidia-cuda-nvcc wheels (extra 'nvcc') aren't installed")
 def test_the_nvcc_wheels_build_a_module(isolated_cache, tmp_path, monkeypatch, answer_source):
     monkeypatch.delenv("CUDA_HOME", raising=False)

@@ -383,27 +383,66 @@ def test_ambient_settings_change_nothing(name, setting):
     assert_same([tensor.grad for tensor in second], [tensor.grad for tensor in first])
 
 
-def test_a_dtensor_sharded_over_tokens_stays_so():
+@pytest.fixture
+def two_ranks():
+    """A mesh of two ranks of which this process is the first; what they would exchange is made up."""
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available():
         pytest.skip("this torch is built without distributed")
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        for placements in ([Shard(0)], [Replicate()]):
-            for name, op in OPS.items():
-                given = inputs(name, 4)
-                result = op(*(distribute_tensor(tensor, mesh, placements, src_data_rank=None) for tensor in given))
-                held = slice(0, 2) if placements[0].is_shard() else slice(None)
-                for out, right in zip(outputs(result), outputs(op(*given)), strict=True):
-                    assert list(out.placements) == placements
-                    assert_same(out.to_local(), right[held])
-    finally:
-        distributed.destroy_process_group()
+    yield init_device_mesh("cpu", (2,))
+    distributed.destroy_process_group()
+
+
+@each_op
+@pytest.mark.parametrize(
+    ("dim", "wanted"), [(None, "all"), (0, "none"), (0, "first"), (0, "last"), (0, "all"), (1, "first"), (1, "all")]
+)
+def test_dtensors_sharded_over_the_batch_stay_so(two_ranks, name, dim, wanted):
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    place = Replicate() if dim is None else Shard(dim)
+
+    def distribute(tensor):
+        return distribute_tensor(tensor.detach(), two_ranks, [place], src_data_rank=None)
+
+    def held(tensor):
+        return tensor if dim is None else tensor.narrow(dim, 0, tensor.shape[dim] // 2)
+
+    whole = [tensor.unflatten(0, (2, 4)) for tensor in inputs(name, 8)]
+    which = {"none": set(), "first": {0}, "last": {len(whole) - 1}, "all": set(range(len(whole)))}[wanted]
+    sharded = [distribute(tensor).requires_grad_(index in which) for index, tensor in enumerate(whole)]
+    whole = needing_grad(tuple(whole), which)
+    result, expected = outputs(OPS[name](*sharded)), outputs(OPS[name](*whole))
+    for out, right in zip(result, expected, strict=True):
+        assert isinstance(out, DTensor)
+        assert out.placements == (place,)
+        assert out.shape == right.shape
+        assert_same(out.to_local(), held(right))
+    if which:
+        weights = [torch.randn_like(out) for out in expected]
+        torch.autograd.backward(expected, weights)
+        torch.autograd.backward(result, [distribute(weight) for weight in weights])
+    for index, (tensor, right) in enumerate(zip(sharded, whole, strict=True)):
+        if index in which:
+            assert tensor.grad.placements == (place,)
+            assert_same(tensor.grad.to_local(), held(right.grad))
+        else:
+            assert tensor.grad is None
+
+
+def test_a_dtensor_sharded_inside_its_samples_is_gathered(two_ranks):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    residual, pre = COLLAPSE
+    residual = distribute_tensor(residual, two_ranks, [Shard(2)], src_data_rank=None)
+    pre = distribute_tensor(pre, two_ranks, [Replicate()], src_data_rank=None)
+    out = mhc_pre_h_aggregate(residual, pre)
+    assert out.placements == (Replicate(),)
+    assert out.to_local().shape == (3, 24)
 
 
 # Gradients
