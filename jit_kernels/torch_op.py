@@ -100,6 +100,12 @@ def prepare_dtensors(operator: Operator, tensors: Iterable[Any]) -> None:
         ]
 
 
+def output_mask(ctx: Any, count: int, grads: Iterable[Any]) -> list[bool]:
+    """Which gradients a backward op is asked for: those needed; of DTensors all, since torch remembers their shapes."""
+    needed = list(ctx.needs_input_grad[:count])
+    return [True] * count if any(type(grad).__name__ == "DTensor" for grad in grads) else needed
+
+
 def register(operator: Operator) -> Callable[..., Any]:
     """Makes ``torch.ops.jit_kernels.<name>`` of an operator, and returns it.
 

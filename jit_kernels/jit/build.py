@@ -138,7 +138,7 @@ def _ninja_file(
         f"  command = {host} -MMD -MF $out.d {quoted([*source.host_flags(), *includes])} -c $in -o $out",
         "  depfile = $out.d",
         "rule cuda",
-        f"  command = {nvcc} -MD -MF $out.d {quoted([*source.cuda_flags(target), *includes])} -c $in -o $out",
+        f"  command = {nvcc} -MMD -MF $out.d {quoted([*source.cuda_flags(target), *includes])} -c $in -o $out",
         "  depfile = $out.d",
         "rule link",
         f"  command = {host} $in {quoted(source.link_flags(toolchain.library_dir))} -o $out",

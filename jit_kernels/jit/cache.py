@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import tempfile
 import time
 import warnings
@@ -366,14 +365,15 @@ def _check_scan(source: Source, tools: toolchain.Toolchain, staging: Path) -> No
     for path in staging.glob("*.o.d"):  # make's syntax: blanks part the names, unless escaped
         words = re.findall(r"(?:\\.|[^\s\\])+", build.read(path).replace("\\\n", " "))
         opened += [(staging / re.sub(r"\\(.)", r"\1", word).replace("$$", "$")).resolve() for word in words]
-    # What these folders hold stands in the key by version, or isn't a source at all.
-    known = [staging, tools.root, Path(sys.prefix), *source.include_dirs()[len(source.scanned_dirs()) :]]
+    # What lies in these folders stands in the key by version, or is made by the build itself.
+    known = [staging, tools.root, *source.include_dirs()[len(source.scanned_dirs()) :]]
     known = [folder.resolve() for folder in known]
-    missed = source.unscanned(path for path in opened if not any(path.is_relative_to(folder) for folder in known))
+    scanned = {path.resolve() for path in source.files().values()}
+    missed = [path for path in opened if path not in scanned and not any(path.is_relative_to(f) for f in known)]
     if missed:
         raise CompileError(
-            f"{source.name} includes {missed[0]} in a way that the cache key can't see (a macro in #include?)",
-            "write the name in the #include itself",
+            f"{source.name} includes {missed[0]} in a way that the cache key can't see (a macro? a flag?)",
+            "write the name in the #include itself, and name its folder in extra_include_paths",
         )
 
 

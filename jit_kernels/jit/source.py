@@ -6,7 +6,7 @@ import hashlib
 import json
 import posixpath
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,6 @@ PACKAGE = Path(__file__).resolve().parent.parent
 CSRC = next((path for path in (PACKAGE / "csrc", PACKAGE.parent / "csrc") if path.is_dir()), PACKAGE / "csrc")
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.M)
-_INCLUDE_FLAG = re.compile(
-    r"(?:^|[,= ])(?:-I|-isystem|-iquote|-idirafter|-include|-imacros|--include|--system-include|--pre-include)|^@"
-)
 _EXPORTS = """\
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/dtype.h>
@@ -59,9 +56,9 @@ class Source:
             if not path.is_file():
                 raise FileNotFoundError(f"{self.name}: there is no source file {path}")
         for flag in (*self.extra_cflags, *self.extra_cuda_cflags):
-            # The key holds flags as text: what a folder named here contains would not be in it.
-            if _INCLUDE_FLAG.search(flag):
-                raise ValueError(f"{self.name}: {flag!r} hides files from the cache key: use extra_include_paths")
+            # What a compiler takes for system headers isn't told to the build, and couldn't be held against the key.
+            if re.search("-isystem|-idirafter|--system-include", flag):
+                raise ValueError(f"{self.name}: {flag!r} hides headers from the cache key: use extra_include_paths")
 
     @property
     def name(self) -> str:
@@ -129,7 +126,7 @@ class Source:
         """The sources and every header that they reach through the scanned folders, by a name free of location.
 
         The scan is textual and ignores conditions, so it finds too much rather than too little;
-        `unscanned` checks it against what the compiler really opened.
+        a build is checked against it by what the compiler really opened.
         """
         reached: dict[str, Path] = {}
         sources = (*self.cpp_files, *self.cuda_files)
@@ -147,13 +144,6 @@ class Source:
                 places += [(f"{i}:/{header}", folder / header) for i, folder in enumerate(self.scanned_dirs())]
                 queue += [(posixpath.normpath(label), file) for label, file in places if file.is_file()][:1]
         return reached
-
-    def unscanned(self, opened: Iterable[Path]) -> list[Path]:
-        """Of the files that the compiler opened (resolved), those that should stand in the key and don't."""
-        known = {path.resolve() for path in self.files().values()}
-        roots = [folder.resolve() for folder in self.scanned_dirs()]
-        roots += [path.resolve().parent for path in (*self.cpp_files, *self.cuda_files)]
-        return sorted(p for p in set(opened) - known if any(p.is_relative_to(root) for root in roots))
 
     def key(self, target: Target) -> str:
         """Stands for all but the compilers: name, template arguments, exports, contents, flags, arch, versions."""

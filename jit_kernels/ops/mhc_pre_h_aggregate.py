@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jit_kernels import torch_op
 from jit_kernels.dispatch import Operator, Support, cuda_support
 from jit_kernels.fallbacks import mhc_pre_h_aggregate as fallback
 from jit_kernels.jit.arch import Target
@@ -74,11 +75,11 @@ def fused(residual: Tensor, pre: Tensor) -> Tensor:
     return out
 
 
-def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     residual, pre = ctx.saved_tensors
-    wanted = list(ctx.needs_input_grad[:2])
-    grad_residual, grad_pre = BACKWARD(grad, residual, pre, wanted, None, backend=ctx.backend)
-    return grad_residual if wanted[0] else None, grad_pre if wanted[1] else None
+    wanted = torch_op.output_mask(ctx, 2, (grad,))
+    grads = BACKWARD(grad, residual, pre, wanted, None, backend=ctx.backend)
+    return tuple(grad if want else None for grad, want in zip(grads, ctx.needs_input_grad[:2], strict=True))
 
 
 OPERATOR = Operator(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jit_kernels import env
+from jit_kernels import env, torch_op
 from jit_kernels.dispatch import Operator, Support, cuda_support
 from jit_kernels.fallbacks import vdn_delta_factors as fallback
 from jit_kernels.jit.arch import Target
@@ -87,10 +87,10 @@ def fallback_forward(
 
 
 def gradient(ctx: Any, grad_T: Tensor, grad_J: Tensor) -> tuple[Tensor | None, ...]:
-    wanted = list(ctx.needs_input_grad[:3])
+    wanted = torch_op.output_mask(ctx, 3, (grad_T, grad_J))
     a_scale, b_scale, _, precision = ctx.options
     grads = BACKWARD(grad_T, grad_J, *ctx.saved_tensors, a_scale, b_scale, wanted, precision, backend=ctx.backend)
-    return tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
+    return tuple(grad if want else None for grad, want in zip(grads, ctx.needs_input_grad[:3], strict=True))
 
 
 def _launch(
