@@ -1,4 +1,4 @@
-"""All that needs a GPU, in one run: ``python3 -m bench.gpu --output DIR``. Writes gpu.json and check.json there.
+"""All that needs a GPU, in one run: ``python3 -m bench.gpu --output DIR``. Writes h200-gpu.json and h200-check.json there.
 
 Tests, checks, compute-sanitizer, cold and warm start, host time of a call, and SGLang's own kernel through our loader
 where ``--sglang`` names the ``kernels/jit`` folder of its package.
@@ -94,8 +94,13 @@ def tests() -> dict[str, Any]:
     return {"ok": done.returncode == 0, "summary": done.stdout.strip().splitlines()[-1:], "output": done.stdout[-6000:]}
 
 
-def check(output: Path) -> dict[str, Any]:
-    done = python("-m", "jit_kernels.cli", "check", "--backend", "fused", "--output", str(output / "check.json"))
+def check(output: Path, commit: str | None) -> dict[str, Any]:
+    target = output / "h200-check.json"
+    done = python("-m", "jit_kernels.cli", "check", "--backend", "fused", "--output", str(target))
+    if target.exists() and commit:
+        document = json.loads(target.read_text())
+        document["provenance"]["commit"] = commit
+        target.write_text(json.dumps(document, indent=1) + "\n")
     return {"ok": done.returncode == 0, "output": (done.stdout + done.stderr)[-9000:]}
 
 
@@ -207,8 +212,9 @@ def event_time(call: Callable[[], Any]) -> float:
 @click.option(
     "--sglang", "sglang_folder", type=click.Path(exists=True, path_type=Path), help="SGLang's kernels/jit folder."
 )
+@click.option("--commit", help="The commit that this is, where the sources came without their repository.")
 @click.option("--skip", multiple=True, help="A step to leave out.")
-def main(output: Path, sglang_folder: Path | None, skip: tuple[str, ...]) -> None:
+def main(output: Path, sglang_folder: Path | None, commit: str | None, skip: tuple[str, ...]) -> None:
     """Run every step, print a short table, write the JSON documents."""
     output.mkdir(parents=True, exist_ok=True)
     steps: dict[str, Callable[[], dict[str, Any]]] = {
@@ -216,7 +222,7 @@ def main(output: Path, sglang_folder: Path | None, skip: tuple[str, ...]) -> Non
         "warm start": warm_start,
         "host time": host_time,
         "sglang": lambda: sglang(sglang_folder),
-        "check": lambda: check(output),
+        "check": lambda: check(output, commit),
         "sanitizer": sanitizer,
         "tests": tests,
     }
@@ -229,8 +235,9 @@ def main(output: Path, sglang_folder: Path | None, skip: tuple[str, ...]) -> Non
             began = time.perf_counter()
             results[name] = step() | {"seconds": round(time.perf_counter() - began, 1)}
             print(name, json.dumps(results[name])[:3000], flush=True)
-            document = {"schema": 1, "provenance": provenance(torch.device("cuda", 0)), "steps": results}
-            (output / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
+            origin = provenance(torch.device("cuda", 0))
+            document = {"schema": 1, "provenance": origin | {"commit": commit or origin["commit"]}, "steps": results}
+            (output / "h200-gpu.json").write_text(json.dumps(document, indent=1) + "\n")
     print()
     for name, result in results.items():
         print(f"{name:12} {'ok' if result['ok'] else 'FAILED':8} {result['seconds']:7.1f} s")
