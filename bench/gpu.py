@@ -1,4 +1,4 @@
-"""All that needs a GPU, in one run: ``python3 -m bench.gpu --output DIR``. Writes h200-gpu.json and h200-check.json there.
+"""All that needs a GPU, in one run: ``python3 -m bench.gpu --output DIR``. Writes h200-gpu.json and h200-check.json.
 
 Tests, checks, compute-sanitizer, cold and warm start, host time of a call, and SGLang's own kernel through our loader
 where ``--sglang`` names the ``kernels/jit`` folder of its package.

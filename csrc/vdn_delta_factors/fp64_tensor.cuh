@@ -53,8 +53,7 @@ struct Layout {
   static constexpr int kScratchTile = kDiagonal + kPanel;
   static constexpr int kSweep = kScratchTile + kTileSize;
   static constexpr int kInverse = kTiles * kTileSize;
-  static constexpr int kStage = kSweep > kInverse ? kSweep : kInverse;
-  static constexpr int kBad = kStage + kWarps * (kHeld + 1) * kTileSize / 2;
+  static constexpr int kBad = kSweep > kInverse ? kSweep : kInverse;
   static constexpr int kBytes = kBad * 8 + 16;
 };
 
@@ -359,38 +358,30 @@ class Block {
   static constexpr int kHeld = L::kHeld;
 
  public:
-  __device__ Block(const Arguments& args, double* shared)
+  __device__ Block(const Arguments& args, double* shared, int64_t matrix)
       : args_(args),
         shared_(shared),
         bad_(reinterpret_cast<int*>(shared + L::kBad)),
+        matrix_(matrix),
         warp_(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32) {}
 
-  // Asks for A's lower triangle; run() takes it.
-  __device__ void request(int64_t matrix) const {
-    const float* A = args_.A + matrix * args_.A_batch;
-#pragma unroll
-    for (int d = 0; d < kHeld; ++d)
-      if (holds(d)) request_tile(A, d);
-    request_diagonal(A);
-  }
+  __device__ void run(int part, int parts, int64_t ahead) {
+    const float* A = args_.A + matrix_ * args_.A_batch;
+    const float* B = args_.B + matrix_ * args_.B_batch;
+    Tile m[kHeld];
+    sweep(m, A);
 
-  // Works on a matrix whose A has been asked for, and asks for the next one's (-1: none) once its own is out of the way.
-  __device__ void run(int64_t matrix, int part, int parts, int64_t next) const {
-    Tile m[kHeld] = {};
-    copies_wait();
-    sweep(m, args_.B + matrix * args_.B_batch);
-    const int bad = *bad_;
-    if (args_.info != nullptr && part == 0 && threadIdx.x == 0) args_.info[matrix] = bad;
-    if (bad == 0) publish_inverse(m);
-    sync();
-    if (next >= 0) request(next);
-    if (bad == 0) {
-      multiply(matrix, part, parts);
-    } else {
-      fill_nan(matrix, part, parts);
+    const bool writes_info = args_.info != nullptr && part == 0 && threadIdx.x == 0;
+    if (writes_info) args_.info[matrix_] = *bad_;
+    if (*bad_ != 0) {
+      fill_nan(part, parts);
+      return;
     }
+    publish_inverse(m);
+    if (matrix_ + ahead < args_.count) prefetch(A + ahead * args_.A_batch, args_.A_row, true);
     sync();
+    multiply(B, part, parts);
   }
 
  private:
@@ -401,19 +392,22 @@ class Block {
   __device__ double* diagonal(int block) const { return shared_ + L::kDiagonal + block * kTileSize; }
   __device__ double* inverse(int i, int j) const { return shared_ + (i * (i + 1) / 2 + j) * kTileSize; }
 
-  __device__ void prefetch_B(const float* B) const {
+  __device__ void prefetch(const float* rows, int64_t row_stride, bool lower) const {
     constexpr int kLines = kDim / 32;
-    for (int i = threadIdx.x; i < kDim * kLines; i += L::kThreads)
-      prefetch_l2(B + i / kLines * args_.B_row + i % kLines * 32);
+    for (int i = threadIdx.x; i < kDim * kLines; i += L::kThreads) {
+      const int row = i / kLines, first = (i % kLines) * 32;
+      if (!lower || first <= row) prefetch_l2(rows + row * row_stride + first);
+    }
   }
 
-  // The elements of A that a lane will hold come through shared memory, to a place of the lane's own.
+  // A tile of A from its lower triangle on its way to the registers, through shared memory where the lane keeps its own
+  // elements, so that nobody waits for it earlier than it is used.
   __device__ float* stage(int d) const {
-    return reinterpret_cast<float*>(shared_ + L::kStage) + (warp_ * (kHeld + 1) + d) * kTileSize +
+    return reinterpret_cast<float*>(shared_ + L::kPanel + warp_ * (2 * L::kPanel / kWarps)) + d * kTileSize +
            8 * (threadIdx.x % 32);
   }
 
-  __device__ void request_tile(const float* A, int d) const {
+  __device__ void request(const float* A, int d) const {
     float* to = stage(d);
     const int i = warp_, j = column(d);
     const int row = kTile * i + lane_.g, col = kTile * j + 2 * lane_.t;
@@ -447,49 +441,40 @@ class Block {
   }
 
 
-  // A warp sees to the diagonal tile of the next row block, the last warp to the first one.
-  __device__ int next_block() const { return (warp_ + 1) & (kWarps - 1); }
-
-  __device__ void request_diagonal(const float* A) const {
-    float* to = stage(kHeld);
-    const int first = kTile * next_block();
+  __device__ void load_diagonal(const float* A, int i) const {
+    const int row = kTile * i + lane_.g, col = kTile * i + 2 * lane_.t;
+    Tile m;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        const int y = first + lane_.g + 8 * (q >> 1), x = first + 2 * lane_.t + 8 * h + (q & 1);
-        copy_async<4>(to + 4 * h + q, A + max(x, y) * args_.A_row + min(x, y));
+        const int y = row + 8 * (q >> 1), x = col + 8 * h + (q & 1);
+        m.c[h][q] = static_cast<double>(__ldg(A + max(x, y) * args_.A_row + min(x, y)));
       }
-  }
-
-  __device__ void take_tile(Tile& m, int d) const {
-    const float* from = stage(d);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float4 v = *reinterpret_cast<const float4*>(from + 4 * h);
-      m.c[h][0] = v.x;
-      m.c[h][1] = v.y;
-      m.c[h][2] = v.z;
-      m.c[h][3] = v.w;
-    }
-  }
-
-  __device__ void take_diagonal() const {
-    Tile m;
-    take_tile(m, kHeld);
     if (args_.a_scale != 1.f) scale(m);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
         if (lane_.g == 2 * lane_.t + e) m.c[h][2 * h + e] += 1.0;
-    store_tile(diagonal(next_block()), m, lane_);
+    store_tile(diagonal(i), m, lane_);
   }
 
   __device__ void take(Tile (&m)[kHeld]) const {
+    copies_wait();
 #pragma unroll
-    for (int d = 0; d < kHeld; ++d)
-      if (holds(d)) take_tile(m[d], d);
+    for (int d = 0; d < kHeld; ++d) {
+      if (!holds(d)) continue;
+      const float* from = stage(d);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float4 v = *reinterpret_cast<const float4*>(from + 4 * h);
+        m[d].c[h][0] = v.x;
+        m[d].c[h][1] = v.y;
+        m[d].c[h][2] = v.z;
+        m[d].c[h][3] = v.w;
+      }
+    }
     if (args_.a_scale != 1.f)
 #pragma unroll
       for (int d = 0; d < kHeld; ++d) scale(m[d]);
@@ -549,17 +534,19 @@ class Block {
 
   // Where a warp's row is the pivot row its old tiles are dead, and only there does it invert: registers for both would
   // not do. Step -1 makes the first panel and the first D.
-  __device__ void sweep(Tile (&m)[kHeld], const float* B) const {
+  __device__ void sweep(Tile (&m)[kHeld], const float* A) const {
+    if (warp_ == 0) {
+      load_diagonal(A, 0);
+      barrier_arrive(1, 64);
+    }
+#pragma unroll
+    for (int d = 0; d < kHeld; ++d)
+      if (holds(d)) request(A, d);
 #pragma unroll 1
     for (int k = -1; k < kWarps; ++k) {
       if (warp_ == (k & (kWarps - 1))) {
         if (k + 1 < kWarps) {
-          if (k < 0) {
-            take_diagonal();
-            __syncwarp();
-          } else {
-            barrier_wait(1, 64);
-          }
+          barrier_wait(1, 64);
           invert_pivot(k + 1);
         }
         sync();
@@ -570,7 +557,7 @@ class Block {
         }
       } else {
         if (k < 0) {
-          take_diagonal();
+          load_diagonal(A, warp_ + 1);
           take(m);
 #pragma unroll
           for (int d = 0; d < kHeld; ++d)
@@ -580,7 +567,7 @@ class Block {
         }
         sync();
       }
-      if (k == 0) prefetch_B(B);
+      if (k == 0) prefetch(args_.B + matrix_ * args_.B_batch, args_.B_row, false);
     }
   }
 
@@ -616,12 +603,12 @@ class Block {
   }
 
   // Pieces of J: 16 rows by 64 columns. Two parts share the columns, four the rows too.
-  __device__ void multiply(int64_t matrix, int part, int parts) const {
+  __device__ void multiply(const float* B, int part, int parts) const {
     constexpr int kPieces = kDim / 64;
     if (parts == 4 && warp_ / 4 != part >> 1) return;
 #pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece)
-      if (parts == 1 || (part & 1) == piece) multiply_piece(matrix, warp_, piece);
+      if (parts == 1 || (part & 1) == piece) multiply_piece(B, warp_, piece);
   }
 
   // inverse[16 kb + 4t + 2 pair + s][16 nb + 8 half + g]
@@ -646,10 +633,10 @@ class Block {
   }
 
   // Tile (nb, kb) of T. Of a diagonal tile the lower triangle counts, so that T is symmetric to the bit before alpha.
-  __device__ void store_T(int64_t matrix, int nb, int kb, const float (&alpha)[2], InverseLane at) const {
+  __device__ void store_T(int nb, int kb, const float (&alpha)[2], InverseLane at) const {
     double v[2][2][2];
     load_right(v, nb, kb, at);
-    float* T = args_.T + matrix * args_.T_batch + (nb * kTile + lane_.g) * kDim + 4 * lane_.t + kb * kTile;
+    float* T = args_.T + matrix_ * args_.T_batch + (nb * kTile + lane_.g) * kDim + 4 * lane_.t + kb * kTile;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (nb == kb) {
@@ -665,13 +652,13 @@ class Block {
     }
   }
 
-  __device__ void multiply_piece(int64_t matrix, int row_block, int piece) const {
+  __device__ void multiply_piece(const float* B, int row_block, int piece) const {
     const InverseLane fixed(lane_);
     double acc[8][4] = {};
-    const float* alpha_of = args_.alpha + matrix * args_.alpha_batch + (row_block * kTile + lane_.g) * args_.alpha_element;
+    const float* alpha_of = args_.alpha + matrix_ * args_.alpha_batch + (row_block * kTile + lane_.g) * args_.alpha_element;
     const float alpha[2] = {__ldg(alpha_of), __ldg(alpha_of + 8 * args_.alpha_element)};
     const int row = row_block * kTile + lane_.g;
-    const float* upper = args_.B + matrix * args_.B_batch + row * args_.B_row + 4 * lane_.t;
+    const float* upper = B + row * args_.B_row + 4 * lane_.t;
     const float* lower = upper + 8 * args_.B_row;
     float4 x = load_quad<kVectors>(upper), y = load_quad<kVectors>(lower);
 #pragma unroll 1
@@ -693,9 +680,9 @@ class Block {
           for (int half = 0; half < 2; ++half)
             multiply_add(acc[2 * n + half], left[pair], right[half][pair][0], right[half][pair][1]);
       }
-      if (row_block / 4 == piece) store_T(matrix, row_block, kb, alpha, at);
+      if (row_block / 4 == piece) store_T(row_block, kb, alpha, at);
     }
-    float* J = args_.J + matrix * args_.J_batch + row * kDim + 64 * piece + 2 * lane_.t;
+    float* J = args_.J + matrix_ * args_.J_batch + row * kDim + 64 * piece + 2 * lane_.t;
     const float scale = args_.b_scale;
 #pragma unroll
     for (int n = 0; n < 8; ++n)
@@ -705,9 +692,9 @@ class Block {
                              scale * static_cast<float>(acc[n][2 * r + 1]));
   }
 
-  __device__ void fill_nan(int64_t matrix, int part, int parts) const {
-    float* T = args_.T + matrix * args_.T_batch;
-    float* J = args_.J + matrix * args_.J_batch;
+  __device__ void fill_nan(int part, int parts) const {
+    float* T = args_.T + matrix_ * args_.T_batch;
+    float* J = args_.J + matrix_ * args_.J_batch;
     const float nan = __int_as_float(0x7fc00000);
     for (int i = part * L::kThreads + threadIdx.x; i < kDim * kDim; i += parts * L::kThreads) T[i] = J[i] = nan;
   }
@@ -715,32 +702,30 @@ class Block {
   const Arguments& args_;
   double* shared_;
   int* bad_;
+  int64_t matrix_;
   int warp_;
   Lane lane_;
 };
 
-// The first `whole` matrices are an item of work each, the others `parts` items that all invert and share J.
+// The first `whole` matrices take a block each, the others `parts` blocks that all invert and share J.
 struct Split {
   int64_t whole;
   int parts;
-  __host__ __device__ int64_t items(int64_t count) const { return whole + (count - whole) * parts; }
-  __host__ __device__ int64_t matrix(int64_t item) const { return item < whole ? item : whole + (item - whole) / parts; }
 };
 
 template <int kDim, bool kVectors>
 __global__ void __launch_bounds__(Layout<kDim>::kThreads, Layout<kDim>::kResident)
-    fp64_tensor_kernel(const __grid_constant__ Arguments args, Split split, int64_t items) {
+    fp64_tensor_kernel(const __grid_constant__ Arguments args, Split split, int ahead) {
   extern __shared__ __align__(16) double shared[];
-  const Block<kDim, kVectors> block(args, shared);
-  int64_t item = blockIdx.x;
-  block.request(split.matrix(item));
-#pragma unroll 1
-  for (; item < items; item += gridDim.x) {
-    const int64_t next = item + gridDim.x;
-    const bool split_up = item >= split.whole;
-    block.run(split.matrix(item), split_up ? static_cast<int>((item - split.whole) % split.parts) : 0,
-              split_up ? split.parts : 1, next < items ? split.matrix(next) : -1);
+  int64_t matrix = blockIdx.x;
+  int part = 0, parts = 1;
+  if (matrix >= split.whole) {
+    parts = split.parts;
+    const int64_t rest = matrix - split.whole;
+    matrix = split.whole + rest / parts;
+    part = static_cast<int>(rest % parts);
   }
+  Block<kDim, kVectors>(args, shared, matrix).run(part, parts, ahead);
 }
 
 // How to fill `multiprocessors`; no matrix's bytes depend on it.
@@ -759,12 +744,11 @@ void launch_kernel(const Arguments& args, int device, cudaStream_t stream) {
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
         "cudaDeviceGetAttribute(MultiProcessorCount)");
   const Split split = split_of<kDim>(args.count, multiprocessors);
-  const int64_t items = split.items(args.count);
-  const int64_t blocks = std::min<int64_t>(items, Layout<kDim>::kResident * multiprocessors);
+  const int64_t blocks = split.whole + (args.count - split.whole) * split.parts;
   const auto kernel = fp64_tensor_kernel<kDim, kVectors>;
   allow_shared_memory(kernel, Layout<kDim>::kBytes);
   launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(Layout<kDim>::kThreads), Layout<kDim>::kBytes, stream, args,
-         split, items);
+         split, Layout<kDim>::kResident * multiprocessors);
 }
 
 }  // namespace jit_kernels::vdn_delta_factors::fp64
