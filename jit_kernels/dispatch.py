@@ -260,9 +260,19 @@ def _foresee(operator: Operator, args: tuple[Any, ...], choice: str) -> Explanat
     return Explanation(operator.name, choice, runs, reason + "; the first call compiles it" * compiles, compiles)
 
 
-def cuda_support(*tensors: torch.Tensor) -> Support:
+_device_support: dict[torch.device, Support] = {}
+
+
+def cuda_support(tensor: torch.Tensor) -> Support:
     """The part of every support check that is about the device."""
-    device = tensors[0].device
+    device = tensor.device
+    found = _device_support.get(device)
+    if found is None:
+        found = _device_support[device] = _examine(device)
+    return found
+
+
+def _examine(device: torch.device) -> Support:
     if device.type != "cuda":
         return Support(False, f"the tensors are on {device}: the fused kernel runs on CUDA devices")
     if torch.version.hip:

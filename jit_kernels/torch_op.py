@@ -31,10 +31,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def unwatched(tensors: tuple[Any, ...]) -> bool:
-    """True where a direct kernel launch can't be told from a call of the registered op."""
+    """True where, outside of torch.compile, a direct kernel launch can't be told from a call of the registered op."""
     if (
-        torch.compiler.is_compiling()
-        or _dispatch_modes()
+        _dispatch_modes()
         or _function_modes()
         or _transform() is not None
         or _tracing() is not None

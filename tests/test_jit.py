@@ -246,14 +246,14 @@ def test_threads_share_one_build(isolated_cache, compiler, tmp_path, answer_sour
 
 def test_a_hit_needs_no_compiler_no_ninja_and_no_time(copied, run_python):
     path, _ = copied
-    seconds = []
-    for _ in range(3):
+    for _ in range(3):  # a busy machine only adds to the time
         report = json.loads(run_python(fresh(path), env={"PATH": "", "CUDA_HOME": None, "CUDA_PATH": None}))
         assert report["result"] == 42
         assert not [command for command in report["commands"] if "ninja" in command or "-c" in command]
         assert not report["warnings"]
-        seconds.append(report["seconds"])
-    assert min(seconds) < 0.05
+        if report["seconds"] < 0.05:
+            return
+    pytest.fail(f"a hit took {report['seconds']:.3f} s")
 
 
 def test_a_second_start_runs_no_program(isolated_cache, tmp_path, answer_source, run_python):
@@ -511,7 +511,7 @@ def test_an_include_that_the_key_cannot_see_is_refused(isolated_cache, tmp_path,
     include.mkdir(parents=True)
     (include / "value.h").write_text("#define VALUE 7\n")
     path = answer_source(tmp_path / folder, "VALUE", head=head)
-    with pytest.raises(errors.CompileError, match=r"value\.h in a way that the cache key can't see"):
+    with pytest.raises(errors.CompileError, match=r"value\.h.* the cache key can't see"):
         load(answer_kernel(path, extra_include_paths=[include]))
     assert not entries(isolated_cache)
     assert not leftovers(isolated_cache)

@@ -51,7 +51,8 @@ def supports(A: Tensor, B: Tensor, alpha: Tensor, *options: Any) -> Support:
 
 
 def outputs(A: Tensor, B: Tensor, alpha: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return A.new_empty(A.shape), A.new_empty(A.shape)
+    shape, dtype, device = A.shape, A.dtype, A.device
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
 
 def build(target: Target, head_dim: int, precision: str | None = None) -> Kernel:
@@ -110,11 +111,11 @@ def _launch(
     info = A.new_empty(A.shape[:-2], dtype=torch.int32) if check_errors else None
     run = OPERATOR.launcher("run", A.device, d, precision)
     run(
-        T.view(-1, d, d),
-        J.view(-1, d, d),
+        _matrices(T),
+        _matrices(J),
         _matrices(A),
         _matrices(B),
-        alpha.reshape(-1, d),
+        alpha if alpha.ndim == 2 else alpha.reshape(-1, d),
         a_scale,
         b_scale,
         None if info is None else info.view(-1),
@@ -124,10 +125,10 @@ def _launch(
 
 
 def _matrices(matrices: Tensor) -> Tensor:
-    """``[N, d, d]`` with rows of stride 1; a view where one exists."""
+    """``[N, d, d]`` with rows of stride 1; the tensor itself or a view where one exists."""
     if matrices.stride(-1) != 1:
         matrices = matrices.contiguous()
-    return matrices.reshape(-1, *matrices.shape[-2:])
+    return matrices if matrices.ndim == 3 else matrices.reshape(-1, *matrices.shape[-2:])
 
 
 def _require_positive(info: Tensor) -> None:
