@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <string>
+#include <utility>
 
 #include "vdn_delta_factors/arguments.cuh"
 #include "vdn_delta_factors/fp32.cuh"
@@ -78,7 +78,8 @@ struct VdnDeltaFactors {
     Expect("A", A).on(device).dtype<float>().shape({Expect::kAny, kDim, kDim});
     const int64_t count = A.size(0);
     Expect("A", A).strides({Expect::kAny, Expect::kAny, 1}).aligned(4);
-    Expect("B", B).on(device).dtype<float>().shape({count, kDim, kDim}).strides({Expect::kAny, Expect::kAny, 1}).aligned(4);
+    Expect("B", B).on(device).dtype<float>().shape({count, kDim, kDim});
+    Expect("B", B).strides({Expect::kAny, Expect::kAny, 1}).aligned(4);
     Expect("alpha", alpha).on(device).dtype<float>().shape({count, kDim}).aligned(4);
     Expect("T", T).on(device).dtype<float>().shape({count, kDim, kDim}).strides({Expect::kAny, kDim, 1}).aligned(4);
     Expect("J", J).on(device).dtype<float>().shape({count, kDim, kDim}).strides({Expect::kAny, kDim, 1}).aligned(4);

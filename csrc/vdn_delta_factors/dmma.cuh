@@ -35,6 +35,12 @@ __device__ __forceinline__ void barrier_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// All `threads` of the block, each warp from the branch it is in: bar.sync and __syncthreads want one and the same
+// instruction of all of them.
+__device__ __forceinline__ void barrier_meet(int threads) {
+  asm volatile("barrier.sync 0, %0;" ::"r"(threads) : "memory");
+}
+
 // The value, but unknown to the compiler: what is computed from it inside a loop stays there, out of the registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));

@@ -1,11 +1,11 @@
 // vdn_delta_factors on the fp64 tensor cores: T = diag(alpha) M^-1 and J = b_scale B M^-1, M = I + a_scale A.
 //
-// A block owns a matrix, a warp owns one of its row blocks of 16 rows. M lives as 16 x 16 fp64 tiles, the diagonal ones
-// in shared memory, the others in registers in accumulator layout: warp w holds the tiles (w, w - d mod W),
-// d = 1 ... W/2 - 1, and d = W/2 where w >= W/2. That is one tile of each pair {(i, j), (j, i)}, and the row block is
-// the same for all tiles of a warp.
+// A block owns a matrix, a warp owns one of its n = kDim / 16 row blocks. M lives as 16 x 16 fp64 tiles, the diagonal
+// ones in shared memory, the others in registers in accumulator layout: warp w holds the tiles (w, w - d mod n),
+// d = 1 ... n/2 - 1, and d = n/2 where w >= n/2. That is one tile of each pair {(i, j), (j, i)}, and the row block is
+// the same for all tiles of a warp, so that W below is made once a warp and step.
 //
-//   sweep k = 0 ... W - 1 (W = kDim / 16):           D = M_kk^-1, C = column k of M (the panel)
+//   sweep, k = 0 ... n - 1:                          D = M_kk^-1, C = column k of M (the panel, in shared memory)
 //     warps w != k:  W = C_w D;  M_wj -= W C_j^T;  M_wk = W;  then publish their part of panel k + 1
 //     warp k + 1:    does its diagonal tile first and signals warp k
 //     warp k:        inverts that tile, the chain that bounds the step; its own tiles M_kj = D C_j^T nobody needs
@@ -13,16 +13,13 @@
 //   M has become -M^-1 and goes to shared memory.
 //   J: warp w computes 16 x 64 pieces of B M^-1, B straight from global memory, and writes its rows of T in between.
 //
-// Lanes: g = lane / 4, t = lane % 4. A lane holds rows g, g + 8 and columns 8h + 2t + e of a tile. With the k slots of
-// the matrix instruction named the same way, a tile in accumulator layout is an A operand, and its transpose a B
-// operand, as they stand: W and the tile under inversion never change their layout.
+// Several blocks may share a matrix where there are more multiprocessors than matrices: each inverts, each makes a part
+// of J. No element's arithmetic depends on that, on the batch or on the grid.
 //
-// The 16 x 16 inverse runs in fp32 (pairs of pivots) and is made an fp64 one by Newton steps on the tensor
-// cores. Scalar fp64 arithmetic is avoided: it queues behind the matrix instructions.
-//
-// Shared memory (kDim = 128: 73 KB):  three panels, the diagonal, scratch | later, over them: M^-1 by tiles
-//                                     first bad pivot
-// kDim = 128, per matrix: 576 + 1024 matrix instructions of 2048 FMA (25.6 K cycles an SM), 262 KB of global traffic.
+// Shared memory (kDim = 128: 72 KB):  three panels (A on its way to the registers first), the diagonal, scratch;
+//                                     later, over them, M^-1 by tiles; the first bad pivot.
+// kDim = 128, a matrix: 1670 products of 16 x 8 x 16 (26.7 K cycles an SM at the pipe's rate), 262 KB of global
+// traffic. What bounds it and what was tried: NOTES.md.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -33,20 +30,19 @@
 #include <cstdint>
 
 #include "arguments.cuh"
-#include "dmma.cuh"
+#include "fp64_pivot.cuh"
+#include "fp64_tiles.cuh"
 
 namespace jit_kernels::vdn_delta_factors::fp64 {
-
-constexpr int kTile = 16;
-constexpr int kTileSize = kTile * kTile;
 
 template <int kDim>
 struct Layout {
   static constexpr int kWarps = kDim / kTile;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kHeld = kWarps / 2;  // tiles a warp in registers; the last one in the upper half of the warps only
+  static constexpr int kHeld = kWarps / 2;  // tiles a warp in registers; the last one in the upper half of the warps
   static constexpr int kTiles = kWarps * (kWarps + 1) / 2;
   static constexpr int kResident = kDim == 128 ? 2 : 4;  // blocks a multiprocessor
+  static constexpr int kPieceTiles = 4;                  // J: tile columns that a warp makes at a time
 
   static constexpr int kPanel = kWarps * kTileSize;  // in doubles
   static constexpr int kDiagonal = 3 * kPanel;
@@ -55,273 +51,8 @@ struct Layout {
   static constexpr int kInverse = kTiles * kTileSize;
   static constexpr int kBad = kSweep > kInverse ? kSweep : kInverse;
   static constexpr int kBytes = kBad * 8 + 16;
+  static_assert(kScratch * sizeof(float) <= kTileSize * sizeof(double));
 };
-
-struct Tile {
-  double c[2][4];  // c[h][2r + e]: row g + 8r, column 8h + 2t + e
-};
-
-// Where a lane finds its elements of a tile in shared memory. A tile lies row by row, the eight 16-byte units of row r
-// permuted by an exclusive or with swizzle(r), so that rows and columns are accessed free of bank conflicts.
-struct Lane {
-  int g, t;
-  int row, column;  // (g, 2t) and (2t, g), in doubles
-  __device__ explicit Lane(int lane) : g(lane >> 2), t(lane & 3) {
-    row = g * kTile + 2 * (t ^ swizzle(g));
-    column = 2 * t * kTile + 2 * ((g >> 1) ^ swizzle(2 * t)) + (g & 1);
-  }
-  __device__ Lane here() const {
-    Lane lane = *this;
-    lane.row = opaque(row);
-    lane.column = opaque(column);
-    return lane;
-  }
-  __device__ static int swizzle(int r) { return (((r >> 1) & 1) << 1) | (((r ^ (r >> 2)) & 1) << 2); }
-  // (g + 8r, 8h + 2t): swizzle(r + 8) == swizzle(r).
-  __device__ int at(int r, int h) const { return (row ^ (8 * h)) + 8 * kTile * r; }
-  __device__ static int diagonal(int i) { return i * kTile + 2 * ((i >> 1) ^ swizzle(i)) + (i & 1); }
-  // (8h + 2t + e, g + 8r): swizzle(2t + 1) == swizzle(2t) ^ 4.
-  __device__ int transposed(int r, int h, int e) const { return (column ^ (8 * (r ^ e))) + kTile * (8 * h + e); }
-};
-
-__device__ __forceinline__ double2 load_row_pair(const double* tile, int r, int h, Lane lane) {
-  return *reinterpret_cast<const double2*>(tile + lane.at(r, h));
-}
-
-__device__ __forceinline__ Tile load_tile(const double* tile, Lane lane) {
-  Tile m;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const double2 v = load_row_pair(tile, r, h, lane);
-      m.c[h][2 * r] = v.x;
-      m.c[h][2 * r + 1] = v.y;
-    }
-  return m;
-}
-
-__device__ __forceinline__ void store_tile(double* tile, const Tile& m, Lane lane) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      *reinterpret_cast<double2*>(tile + lane.at(r, h)) = make_double2(m.c[h][2 * r], m.c[h][2 * r + 1]);
-}
-
-__device__ __forceinline__ void store_transposed(double* tile, const Tile& m, Lane lane) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) tile[lane.transposed(q >> 1, h, q & 1)] = m.c[h][q];
-}
-
-// The same for the tiles of the inverse. J reads them with t counting fours, as B's rows come from global memory, and
-// has row r permuted by (r & 1) | ((r >> 2) & 3) << 1.
-struct InverseLane {
-  int row, column, quad, quad_column;
-  __device__ explicit InverseLane(Lane lane) {
-    const int g = lane.g, t = lane.t, permute = (g & 1) | ((g >> 2) << 1);
-    row = g * kTile + 2 * (t ^ permute);
-    column = 2 * t * kTile + 2 * ((g >> 1) ^ ((t >> 1) << 1)) + (g & 1);
-    quad = g * kTile + 2 * ((2 * t) ^ permute);
-    quad_column = 4 * t * kTile + 2 * ((g >> 1) ^ (t << 1)) + (g & 1);
-  }
-  __device__ InverseLane here() const {
-    InverseLane lane = *this;
-    lane.quad = opaque(quad);
-    lane.quad_column = opaque(quad_column);
-    return lane;
-  }
-  // (g + 8r, 8h + 2t) and (8h + 2t + e, g + 8r)
-  __device__ int at(int r, int h) const { return (row ^ (8 * (r ^ h))) + 8 * kTile * r; }
-  __device__ int transposed(int r, int h, int e) const {
-    return (column ^ (8 * (r ^ h)) ^ (2 * e)) + kTile * (8 * h + e);
-  }
-  // (g + 8r, 4t + 2 pair) and (4t + s, g + 8r)
-  __device__ int quad_at(int r, int pair) const { return (quad ^ (8 * r) ^ (2 * pair)) + 8 * kTile * r; }
-  __device__ int quad_transposed(int r, int s) const { return (quad_column ^ (8 * r) ^ (2 * (s & 1))) + kTile * s; }
-};
-
-// A tile as left operand. Its registers stand in another order than a tile's, so it is made once and kept: given the
-// tile itself, ptxas would reorder it before every use.
-struct Left {
-  double a[2][4];  // a[h][2e + r]: row g + 8r, column 8h + 2t + e
-};
-
-__device__ __forceinline__ Left negated_left(const Tile& m) {
-  Left left;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) left.a[h][2 * (q & 1) + (q >> 1)] = negated(m.c[h][q]);
-  return left;
-}
-
-__device__ __forceinline__ Tile negated_tile(const Left& left) {
-  Tile m;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) m.c[h][q] = negated(left.a[h][2 * (q & 1) + (q >> 1)]);
-  return m;
-}
-
-// m += a b^T
-__device__ __forceinline__ void multiply_add_transposed(Tile& m, const Left& a, const Tile& b) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int n = 0; n < 2; ++n) multiply_add(m.c[n], a.a[h], b.c[h][2 * n], b.c[h][2 * n + 1]);
-}
-
-__device__ __forceinline__ Tile negated_tile(const Tile& m) {
-  Tile out;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) out.c[h][q] = negated(m.c[h][q]);
-  return out;
-}
-
-// About 1 / sqrt(x), a power of two.
-__device__ __forceinline__ float inverse_root_exponent(double x) {
-  const int exponent = ((__double2hiint(x) >> 20) & 0x7ff) - 1023;
-  return __int_as_float((127 - (exponent >> 1)) << 23);
-}
-
-// Scratch of the fp32 inverse, in floats: the pivot rows, twice; the scales; the result, in rows padded against bank
-// conflicts.
-constexpr int kScales = 64;
-constexpr int kResult = kScales + kTile;
-constexpr int kResultRow = kTile + 4;
-constexpr int kScratch = kResult + kTile * kResultRow;
-
-// Writes m^-1 in fp32 to scratch + kResult, by a symmetric sweep over pairs of pivots. Returns the order of the first
-// leading minor of m that is not positive, or 0. A lane holds eight rows of a column; the two pivot rows go round
-// through shared memory, which needs half the instructions of shuffles. m is first scaled by powers of two to a diagonal
-// of about 1, so that no determinant of a pair overflows or vanishes. The values in a pivot's own column come out of
-// the same update as the others, from a zero base and the coefficients of a unit vector.
-__device__ __forceinline__ int invert_fp32(const double* m, float* scratch) {
-  const int lane = threadIdx.x % 32, column = lane & 15, half = lane >> 4;
-  const float scale = inverse_root_exponent(m[Lane::diagonal(column)]);
-  scratch[kScales + column] = scale;
-  float x[8];
-#pragma unroll
-  for (int i = 0; i < 8; i += 2) {
-    const double2 v = *reinterpret_cast<const double2*>(
-        m + column * kTile + 2 * ((4 * half + i / 2) ^ Lane::swizzle(column)));
-    x[i] = static_cast<float>(v.x);
-    x[i + 1] = static_cast<float>(v.y);
-  }
-  __syncwarp();
-  float scales[8];
-#pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    const float4 v = *reinterpret_cast<const float4*>(scratch + kScales + 8 * half + i);
-    scales[i] = v.x * scale;
-    scales[i + 1] = v.y * scale;
-    scales[i + 2] = v.z * scale;
-    scales[i + 3] = v.w * scale;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] *= scales[i];
-
-  float first_minor = 1.f, second_minor = 1.f;  // lane i keeps the signs of the pair i's leading minors
-#pragma unroll
-  for (int pair = 0; pair < 8; ++pair) {
-    const int own_half = pair / 4, i = 2 * (pair % 4);
-    float* rows = scratch + 32 * (pair & 1);  // rows[2 column + e]
-    if (half == own_half) *reinterpret_cast<float2*>(rows + 2 * column) = make_float2(x[i], x[i + 1]);
-    __syncwarp();
-    const float4 d = *reinterpret_cast<const float4*>(rows + 4 * pair);
-    const float2 own = *reinterpret_cast<const float2*>(rows + 2 * column);
-    float left[8][2];
-#pragma unroll
-    for (int r = 0; r < 8; r += 2) {
-      const float4 v = *reinterpret_cast<const float4*>(rows + 16 * half + 2 * r);
-      left[r][0] = v.x;
-      left[r][1] = v.y;
-      left[r + 1][0] = v.z;
-      left[r + 1][1] = v.w;
-    }
-    const float determinant = fmaf(d.x, d.w, -(d.y * d.y));
-    const float inverse = reciprocal(determinant);
-    if (lane == pair) {
-      first_minor = d.x;
-      second_minor = determinant;
-    }
-    const bool first = column == 2 * pair, second = column == 2 * pair + 1;
-    const float u0 = first ? -1.f : second ? 0.f : own.x;
-    const float u1 = first ? 0.f : second ? -1.f : own.y;
-    const float i00 = d.w * inverse, i01 = -d.y * inverse, i11 = d.x * inverse;
-    const float w0 = fmaf(u1, i01, u0 * i00);
-    const float w1 = fmaf(u1, i11, u0 * i01);
-#pragma unroll
-    for (int r = 0; r < 8; ++r) {
-      const float base = first || second ? 0.f : x[r];
-      x[r] = fmaf(-w1, left[r][1], fmaf(-w0, left[r][0], base));
-    }
-    if (half == own_half) {
-      x[i] = w0;
-      x[i + 1] = w1;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 8; i += 4)
-    *reinterpret_cast<float4*>(scratch + kResult + column * kResultRow + 8 * half + i) =
-        make_float4(-x[i] * scales[i], -x[i + 1] * scales[i + 1], -x[i + 2] * scales[i + 2], -x[i + 3] * scales[i + 3]);
-  __syncwarp();
-
-  constexpr unsigned kAll = 0xffffffffu;
-  const unsigned bad = __ballot_sync(kAll, !(first_minor > 0.f) || !(second_minor > 0.f));
-  if (bad == 0) return 0;
-  const int pair = __ffs(bad) - 1;
-  return 2 * pair + (__shfl_sync(kAll, first_minor, pair) > 0.f ? 2 : 1);
-}
-
-// One Newton step from y towards m^-1, both symmetric. Returns -(y + (I - y m) y) and whether another one is needed.
-__device__ __forceinline__ Tile refine(const Tile& y, const Tile& m, Lane lane, bool& again) {
-  Tile residual{};
-  residual.c[0][0] = residual.c[1][2] = lane.g == 2 * lane.t ? 1.0 : 0.0;
-  residual.c[0][1] = residual.c[1][3] = lane.g == 2 * lane.t + 1 ? 1.0 : 0.0;
-  multiply_add_transposed(residual, negated_left(y), m);
-  Tile better = negated_tile(y);
-  multiply_add_transposed(better, negated_left(residual), y);
-  constexpr int kSmall = (1023 - 14) << 20;  // high word of 2^-14
-  bool large = false;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) large |= (__double2hiint(residual.c[h][q]) & 0x7fffffff) > kSmall;
-  again = __any_sync(0xffffffffu, large);
-  return better;
-}
-
-// Puts -m^-1 in place of the symmetric tile m in shared memory, and returns as invert_fp32 does. One Newton step squares
-// the fp32 inverse's relative error, which is enough unless m is ill-conditioned: then its residual says so, and more
-// steps follow.
-__device__ __forceinline__ int invert(double* tile, float* scratch, Lane lane) {
-  const Tile m = load_tile(tile, lane);
-  const int bad = invert_fp32(tile, scratch);
-  Tile y;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float2 v = *reinterpret_cast<const float2*>(scratch + kResult + (lane.g + 8 * r) * kResultRow + 8 * h + 2 * lane.t);
-      y.c[h][2 * r] = static_cast<double>(v.x);
-      y.c[h][2 * r + 1] = static_cast<double>(v.y);
-    }
-
-  bool again;
-  Tile minus_inverse = refine(y, m, lane, again);
-#pragma unroll 1
-  for (int step = 0; again && step < 3; ++step) minus_inverse = refine(negated_tile(minus_inverse), m, lane, again);
-  __syncwarp();
-  store_tile(tile, minus_inverse, lane);
-  return bad;
-}
 
 template <bool kVectors>
 __device__ __forceinline__ float4 load_quad(const float* p) {
@@ -332,7 +63,7 @@ __device__ __forceinline__ float4 load_quad(const float* p) {
 template <bool kVectors>
 __device__ __forceinline__ void store_pair(float* p, float x, float y) {
   if constexpr (kVectors) {
-    *reinterpret_cast<float2*>(p) = make_float2(x, y);
+    __stcs(reinterpret_cast<float2*>(p), make_float2(x, y));
   } else {
     p[0] = x;
     p[1] = y;
@@ -342,7 +73,7 @@ __device__ __forceinline__ void store_pair(float* p, float x, float y) {
 template <bool kVectors>
 __device__ __forceinline__ void store_quad(float* p, float4 v) {
   if constexpr (kVectors) {
-    *reinterpret_cast<float4*>(p) = v;
+    __stcs(reinterpret_cast<float4*>(p), v);
   } else {
     p[0] = v.x;
     p[1] = v.y;
@@ -369,7 +100,7 @@ class Block {
   __device__ void run(int part, int parts, int64_t ahead) {
     const float* A = args_.A + matrix_ * args_.A_batch;
     const float* B = args_.B + matrix_ * args_.B_batch;
-    Tile m[kHeld];
+    Tile m[kHeld] = {};
     sweep(m, A);
 
     const bool writes_info = args_.info != nullptr && part == 0 && threadIdx.x == 0;
@@ -380,7 +111,7 @@ class Block {
     }
     publish_inverse(m);
     if (matrix_ + ahead < args_.count) prefetch(A + ahead * args_.A_batch, args_.A_row, true);
-    sync();
+    __syncthreads();
     multiply(B, part, parts);
   }
 
@@ -400,8 +131,9 @@ class Block {
     }
   }
 
-  // A tile of A from its lower triangle on its way to the registers, through shared memory where the lane keeps its own
-  // elements, so that nobody waits for it earlier than it is used.
+  // A's lower triangle comes to the registers through shared memory, each lane's elements to a place of its own, so
+  // that nobody waits for them earlier than they are used. The last warp uses its own after the first pivot: they lie
+  // where the third panel will be.
   __device__ float* stage(int d) const {
     return reinterpret_cast<float*>(shared_ + L::kPanel + warp_ * (2 * L::kPanel / kWarps)) + d * kTileSize +
            8 * (threadIdx.x % 32);
@@ -440,7 +172,7 @@ class Block {
       for (int q = 0; q < 4; ++q) m.c[h][q] *= static_cast<double>(args_.a_scale);
   }
 
-
+  // Diagonal tile i of M = I + a_scale A.
   __device__ void load_diagonal(const float* A, int i) const {
     const int row = kTile * i + lane_.g, col = kTile * i + 2 * lane_.t;
     Tile m;
@@ -530,8 +262,6 @@ class Block {
     if (k > 0 && bad != 0 && threadIdx.x % 32 == 0 && *bad_ == 0) *bad_ = k * kTile + bad;
   }
 
-  __device__ void sync() const { barrier_wait(0, L::kThreads); }
-
   // Where a warp's row is the pivot row its old tiles are dead, and only there does it invert: registers for both would
   // not do. Step -1 makes the first panel and the first D.
   __device__ void sweep(Tile (&m)[kHeld], const float* A) const {
@@ -549,7 +279,7 @@ class Block {
           barrier_wait(1, 64);
           invert_pivot(k + 1);
         }
-        sync();
+        barrier_meet(L::kThreads);
         if (k < 0) {
           take(m);
         } else {
@@ -565,7 +295,7 @@ class Block {
         } else {
           update(m, k);
         }
-        sync();
+        barrier_meet(L::kThreads);
       }
       if (k == 0) prefetch(args_.B + matrix_ * args_.B_batch, args_.B_row, false);
     }
@@ -591,7 +321,7 @@ class Block {
   // to the bit before alpha; the last bit of the upper one may differ.
   __device__ void publish_inverse(Tile (&m)[kHeld]) const {
     const Tile own = negated_tile(load_tile(diagonal(warp_), lane_));
-    sync();
+    __syncthreads();
     const InverseLane at(lane_);
     store_inverse(own, warp_, warp_, at);
 #pragma unroll
@@ -602,9 +332,9 @@ class Block {
     }
   }
 
-  // Pieces of J: 16 rows by 64 columns. Two parts share the columns, four the rows too.
+  // J in pieces of 16 rows by kPieceTiles tile columns. Two parts share the columns, four the rows too.
   __device__ void multiply(const float* B, int part, int parts) const {
-    constexpr int kPieces = kDim / 64;
+    constexpr int kPieces = kWarps / L::kPieceTiles;
     if (parts == 4 && warp_ / 4 != part >> 1) return;
 #pragma unroll 1
     for (int piece = 0; piece < kPieces; ++piece)
@@ -642,7 +372,8 @@ class Block {
       if (nb == kb) {
 #pragma unroll
         for (int s = 0; s < 4; ++s)
-          if (4 * lane_.t + s > lane_.g + 8 * half) v[half][s / 2][s % 2] = inverse(kb, nb)[at.quad_transposed(half, s)];
+          if (4 * lane_.t + s > lane_.g + 8 * half)
+            v[half][s / 2][s % 2] = inverse(kb, nb)[at.quad_transposed(half, s)];
       }
       store_quad<kVectors>(T + 8 * half * kDim,
                            make_float4(alpha[half] * static_cast<float>(v[half][0][0]),
@@ -654,10 +385,10 @@ class Block {
 
   __device__ void multiply_piece(const float* B, int row_block, int piece) const {
     const InverseLane fixed(lane_);
-    double acc[8][4] = {};
-    const float* alpha_of = args_.alpha + matrix_ * args_.alpha_batch + (row_block * kTile + lane_.g) * args_.alpha_element;
-    const float alpha[2] = {__ldg(alpha_of), __ldg(alpha_of + 8 * args_.alpha_element)};
+    double acc[2 * L::kPieceTiles][4] = {};
     const int row = row_block * kTile + lane_.g;
+    const float* alpha_of = args_.alpha + matrix_ * args_.alpha_batch + row * args_.alpha_element;
+    const float alpha[2] = {__ldg(alpha_of), __ldg(alpha_of + 8 * args_.alpha_element)};
     const float* upper = B + row * args_.B_row + 4 * lane_.t;
     const float* lower = upper + 8 * args_.B_row;
     float4 x = load_quad<kVectors>(upper), y = load_quad<kVectors>(lower);
@@ -670,8 +401,8 @@ class Block {
         y = load_quad<kVectors>(lower + (kb + 1) * kTile);
       }
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int nb = 4 * piece + n;
+      for (int n = 0; n < L::kPieceTiles; ++n) {
+        const int nb = L::kPieceTiles * piece + n;
         double right[2][2][2];
         load_right(right, nb, kb, at);
 #pragma unroll
@@ -680,12 +411,12 @@ class Block {
           for (int half = 0; half < 2; ++half)
             multiply_add(acc[2 * n + half], left[pair], right[half][pair][0], right[half][pair][1]);
       }
-      if (row_block / 4 == piece) store_T(row_block, kb, alpha, at);
+      if (row_block / L::kPieceTiles == piece) store_T(row_block, kb, alpha, at);
     }
-    float* J = args_.J + matrix_ * args_.J_batch + row * kDim + 64 * piece + 2 * lane_.t;
+    float* J = args_.J + matrix_ * args_.J_batch + row * kDim + L::kPieceTiles * kTile * piece + 2 * lane_.t;
     const float scale = args_.b_scale;
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < 2 * L::kPieceTiles; ++n)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         store_pair<kVectors>(J + 8 * r * kDim + 8 * n, scale * static_cast<float>(acc[n][2 * r]),
@@ -707,7 +438,7 @@ class Block {
   Lane lane_;
 };
 
-// The first `whole` matrices take a block each, the others `parts` blocks that all invert and share J.
+// The first `whole` matrices take a block each, the others `parts` blocks that all invert and share out J.
 struct Split {
   int64_t whole;
   int parts;
@@ -728,7 +459,7 @@ __global__ void __launch_bounds__(Layout<kDim>::kThreads, Layout<kDim>::kResiden
   Block<kDim, kVectors>(args, shared, matrix).run(part, parts, ahead);
 }
 
-// How to fill `multiprocessors`; no matrix's bytes depend on it.
+// Few matrices, or the last round of many: several blocks a matrix where multiprocessors would stand idle.
 template <int kDim>
 Split split_of(int64_t count, int multiprocessors) {
   if (kDim != 128) return {count, 1};
