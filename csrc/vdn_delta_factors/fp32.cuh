@@ -64,15 +64,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
-  // Registers move from the helpers to the compute warps: 2 x 208 + 88 = 3 x 168.
+  const int64_t step = static_cast<int64_t>(S::kTeams) * gridDim.x;
+  // Registers move from the helpers to the compute warps: 2 x 208 + 88 = 2 x 200 + 104 = 3 x 168.
   if (threadIdx.x >= kHelperThreads) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-    const int team = S::kTeams == 1 ? 0 : (threadIdx.x - kHelperThreads) / S::kTeamThreads;
-    Compute<kDim, kVectors>(teams[team], args, plan).run(team * gridDim.x + blockIdx.x);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kDim == 128 ? 208 : 200));
+    const int thread = threadIdx.x - kHelperThreads, team = thread / S::kTeamThreads;
+    Compute<kDim, kVectors>(teams[team], args, team, thread % S::kTeamThreads)
+        .run(plan, static_cast<int64_t>(team) * gridDim.x + blockIdx.x, step);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-    const int team = S::kTeams == 1 ? 0 : threadIdx.x / S::kHelpers;
-    help<kDim, kVectors>(teams[team], args, plan, team, threadIdx.x % S::kHelpers, team * gridDim.x + blockIdx.x);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kDim == 128 ? 88 : 104));
+    const int team = threadIdx.x / S::kHelpers;
+    help<kDim, kVectors>(teams[team], args, plan, team, threadIdx.x % S::kHelpers,
+                         static_cast<int64_t>(team) * gridDim.x + blockIdx.x, step);
   }
 }
 
@@ -88,7 +91,7 @@ void launch_fp32(const Arguments& args, int device, cudaStream_t stream) {
   const int64_t round = multiprocessors * (kDim == 128 ? 1 : int64_t{fp32::Shape<kDim>::kTeams});
   const int64_t rest = args.count % round;
   const int64_t whole = 2 * rest <= multiprocessors ? args.count - rest : args.count;
-  const fp32::Plan plan{static_cast<uint32_t>(whole), static_cast<uint32_t>(whole + 2 * (args.count - whole))};
+  const fp32::Plan plan{whole, whole + 2 * (args.count - whole)};
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(plan.turns, multiprocessors));
   const auto kernel =
       args.vectors ? &fp32::vdn_delta_factors_fp32<kDim, true> : &fp32::vdn_delta_factors_fp32<kDim, false>;

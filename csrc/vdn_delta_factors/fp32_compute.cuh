@@ -17,48 +17,31 @@ struct Compute {
 
   TeamMemory<kDim>& shared;
   const Arguments& args;
-  const Plan& plan;
+  int thread, barriers;
+  int j, t, i, half;         // column group, rows of J, tile row and half of M
+  int extra_row, extra_col;  // piece of the wrapped tile (j + G/2, j): its row, its first column
+  bool extra;
+  unsigned row_blocks;  // of this warp's tiles
   float M[4][8], E[X], J[8][8];
 
-  __device__ __forceinline__ Compute(TeamMemory<kDim>& memory, const Arguments& arguments, const Plan& plan_of_all)
-      : shared(memory), args(arguments), plan(plan_of_all) {}
-
-  // What a thread holds. Worked out again for each phase: the sweep has no registers to remember it.
-  struct Place {
-    int thread, j, t, i, half;  // column group, rows of J, tile row and half of M
-    int extra_row, extra_col;   // piece of the wrapped tile (j + G/2, j): its row, its first column
-    bool extra;
-  };
-  __device__ __forceinline__ static int index() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread - kHelperThreads;
-  }
-  __device__ __forceinline__ static int barrier(int index) {
-    return 1 + (S::kTeams == 1 ? 0 : S::kBarriers * (index / S::kTeamThreads));
-  }
-  __device__ __forceinline__ static Place place() {
-    const int all = index(), thread = all % S::kTeamThreads, warp = thread / 32, lane = thread % 32;
-    const int team = all / S::kTeamThreads;
+  __device__ __forceinline__ Compute(TeamMemory<kDim>& memory, const Arguments& arguments, int team, int team_thread)
+      : shared(memory), args(arguments), thread(team_thread), barriers(1 + S::kBarriers * team) {
+    const int warp = thread / 32, lane = thread % 32;
     const int lj = (lane & 1) | (lane >> 1 & 2), li = (lane >> 1 & 1) | (lane >> 2 & 6);
-    Place at;
-    at.thread = thread;
     // Warps that hold a piece of the wrapped tile are spread evenly over the four schedulers.
-    at.j = 4 * (kDim == 128 ? warp >> 1 : warp ^ team >> 1) + lj;
-    at.t = (kDim == 128 ? 8 * (warp & 1) : 0) + li;
-    at.half = at.t & 1;
+    j = 4 * (kDim == 128 ? warp >> 1 : warp ^ team >> 1) + lj;
+    t = (kDim == 128 ? 8 * (warp & 1) : 0) + li;
+    half = t & 1;
     // Columns j and j ^ 1 share their row tiles but one, so that neighbouring lanes share reads of Y.
-    const int base = at.j & ~1, slot = at.t >> 1;
-    at.i = slot > 0 ? (base + slot) % G : (at.j & 1) ? (base + G / 2) % G : at.j;
-    at.extra = at.j < G / 2;
-    at.extra_row = at.t * X / 8;
-    at.extra_col = at.t * X % 8;
-    return at;
+    const int base = j & ~1, slot = t >> 1;
+    i = slot > 0 ? (base + slot) % G : (j & 1) ? (base + G / 2) % G : j;
+    extra = j < G / 2;
+    extra_row = t * X / 8;
+    extra_col = t * X % 8;
+    row_blocks = __reduce_or_sync(~0u, 1u << i);
   }
-  __device__ __forceinline__ bool first_thread() const { return place().thread == 0; }
 
   __device__ __forceinline__ void load_A(int64_t n) {
-    const auto [thread, j, t, i, half, extra_row, extra_col, extra] = place();
     const float* A = args.A + n * args.A_batch;
     const int row = 8 * i + 4 * half, col = 8 * j;
     if (i >= j) {
@@ -86,31 +69,30 @@ struct Compute {
   }
 
   // What was loaded above the diagonal stays in registers whose values nothing reads.
-  __device__ __forceinline__ void scale_A(const Place& at) {
+  __device__ __forceinline__ void scale_A() {
 #pragma unroll
     for (int r = 0; r < 4; ++r)
 #pragma unroll
       for (int c = 0; c < 8; ++c)
-        M[r][c] = __fmaf_rn(args.a_scale, M[r][c], at.i == at.j && 4 * at.half + r == c ? 1.0f : 0.0f);
+        M[r][c] = __fmaf_rn(args.a_scale, M[r][c], i == j && 4 * half + r == c ? 1.0f : 0.0f);
 #pragma unroll
     for (int c = 0; c < X; ++c) E[c] *= args.a_scale;
   }
 
   template <int kRows>
-  __device__ __forceinline__ void load_B(const Place& at, const float* B, int64_t row_stride) {
+  __device__ __forceinline__ void load_B(const float* B, int64_t row_stride) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
       for (int c = 0; c < 8; c += 4) {
-        const float4 v = read4<kVectors>(B + (kRows * at.t + r) * row_stride + 8 * at.j + c);
+        const float4 v = read4<kVectors>(B + (kRows * t + r) * row_stride + 8 * j + c);
         J[r][c] = args.b_scale * v.x, J[r][c + 1] = args.b_scale * v.y;
         J[r][c + 2] = args.b_scale * v.z, J[r][c + 3] = args.b_scale * v.w;
       }
   }
 
   // The columns of block k, from the tiles below and left of the pivot block. The outer conditions are a warp's.
-  __device__ __forceinline__ void publish_M(const Place& at, unsigned row_blocks, int k) {
-    const auto& [thread, j, t, i, half, extra_row, extra_col, extra] = at;
+  __device__ __forceinline__ void publish_M(int k) {
     auto& raw = shared.raw[k & 1];
     if (k >> 2 == j >> 2) {
       if (j == k) {
@@ -142,8 +124,7 @@ struct Compute {
   }
 
   template <int kRows>
-  __device__ __forceinline__ void publish_J(const Place& at, int k) {
-    const auto& [thread, j, t, i, half, extra_row, extra_col, extra] = at;
+  __device__ __forceinline__ void publish_J(int k) {
     if (k >> 2 != j >> 2) return;
     if (j == k) {
       auto& panel = shared.J[k & 1];
@@ -157,8 +138,8 @@ struct Compute {
 
   // Rows of one panel times the rows of another; the sum over the panels' 8 columns is added once, to nothing (keep 0)
   // in the rows and columns of the pivot block.
-  template <int kRows, bool kDescending, typename Restart>
-  __device__ __forceinline__ void update(float (*acc)[8], const Restart& restart, const float (&left)[8][kDim], int r0,
+  template <int kRows, bool kDescending>
+  __device__ __forceinline__ void update(float (*acc)[8], float keep, const float (&left)[8][kDim], int r0,
                                          const float (&right)[8][kDim], int c0) {
     float sum[kRows][4][2];
     struct Operands {
@@ -205,18 +186,16 @@ struct Compute {
       left_at += 2 * kStep, right_at += 2 * kStep;
     }
     accumulate(next);
-    const float keep = restart() ? 0.0f : 1.0f;
 #pragma unroll
     for (int q = 0; q < kRows; ++q)
 #pragma unroll
       for (int h = 0; h < 4; ++h) add_kept(acc[q][2 * h], acc[q][2 * h + 1], keep, sum[q][h]);
   }
 
-  __device__ __forceinline__ void update_M(const Place& at, int k) {
-    const auto& [thread, j, t, i, half, extra_row, extra_col, extra] = at;
+  __device__ __forceinline__ void update_M(int k) {
     const auto& Y = shared.Y[k & 1];
     const auto& Z = shared.Z[k & 1];
-    update<4, true>(M, [&] { return at.i == k || at.j == k; }, Y, 8 * i + 4 * half, Z, 8 * j);
+    update<4, true>(M, i == k || j == k ? 0.0f : 1.0f, Y, 8 * i + 4 * half, Z, 8 * j);
     if (extra) {
       float sum[X / 2][2];
 #pragma unroll
@@ -245,7 +224,6 @@ struct Compute {
   }
 
   __device__ __forceinline__ void write_T(float* T) {
-    const auto [thread, j, t, i, half, extra_row, extra_col, extra] = place();
     const bool bad = shared.info != 0;
     const int row = 8 * i + 4 * half, col = 8 * j;
     if (i == j) {
@@ -291,7 +269,6 @@ struct Compute {
 
   template <int kRows>
   __device__ __forceinline__ void write_J(float* out) {
-    const Place at = place();
     if (shared.info != 0) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
@@ -302,99 +279,81 @@ struct Compute {
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
       for (int c = 0; c < 8; c += 4)
-        write4<kVectors>(out + (kRows * at.t + r) * kDim + 8 * at.j + c, J[r][c], J[r][c + 1], J[r][c + 2],
-                         J[r][c + 3]);
+        write4<kVectors>(out + (kRows * t + r) * kDim + 8 * j + c, J[r][c], J[r][c + 1], J[r][c + 2], J[r][c + 3]);
   }
 
-  __device__ __forceinline__ void sync_team() { barrier_sync(barrier(index()), S::kAll); }
+  __device__ __forceinline__ void sync_team() { barrier_sync(barriers, S::kAll); }
 
   // The staging buffer, complete, leaves for `to` without holding anybody up.
   __device__ __forceinline__ void send(int row, int rows, float* to) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    barrier_sync(barrier(index()) + 1, S::kTeamThreads);
-    if (first_thread()) store_stage(shared.stage[row], to, rows * kDim * 4);
+    barrier_sync(barriers + 1, S::kTeamThreads);
+    if (thread == 0) store_stage(shared.stage[row], to, rows * kDim * 4);
   }
   __device__ __forceinline__ void wait_sent() {
-    if (first_thread()) wait_stage_read();
-    barrier_sync(barrier(index()) + 1, S::kTeamThreads);
-  }
-
-  // Where things are is worked out again where it is needed: the sweep has no registers to remember it.
-  __device__ __forceinline__ Work work_of(uint32_t turn) const {
-    asm volatile("" : "+r"(turn));
-    return plan.work<kDim>(turn);
-  }
-  __device__ __forceinline__ void load_next(uint32_t turn) {
-    asm volatile("" : "+r"(turn));
-    if (turn < plan.turns) load_A(plan.work<kDim>(turn).n);
+    if (thread == 0) wait_stage_read();
+    barrier_sync(barriers + 1, S::kTeamThreads);
   }
 
   template <int kRows>
-  __device__ __forceinline__ void sweep(uint32_t turn) {
-    Place at = place();
-    const unsigned row_blocks = kDim == 64 ? ~0u : __reduce_or_sync(~0u, 1u << at.i);  // of this warp's tiles
-    scale_A(at);
-    publish_M(at, row_blocks, 0);
-    publish_M(at, row_blocks, 1);
+  __device__ __forceinline__ void sweep(const Work& work, int64_t next, int parity) {
+    float* T = args.T + work.n * args.T_batch;
+    float* J_out = args.J + work.n * args.J_batch + work.row * kDim;
+    scale_A();
+    publish_M(0);
+    publish_M(1);
     sync_team();
     if constexpr (kVectors) {
-      wait_arrived(&shared.arrived, turn / (turns_a_round<kDim>()) & 1);
-      load_B<kRows>(at, &shared.B[0][0], kDim);
+      wait_arrived(&shared.arrived, parity);
+      load_B<kRows>(&shared.B[0][0], kDim);
     } else {
-      const Work work = work_of(turn);
-      load_B<kRows>(at, args.B + work.n * args.B_batch + work.row * args.B_row, args.B_row);
+      load_B<kRows>(args.B + work.n * args.B_batch + work.row * args.B_row, args.B_row);
     }
-    if constexpr (S::kHalves) sync_team();
-    publish_J<kRows>(at, 0);
+    publish_J<kRows>(0);
     sync_team();
 #pragma unroll 1
     for (int k = 0; k < G; ++k) {
-      if constexpr (kDim == 64) at = place();  // a register short otherwise
-      update_M(at, k);
-      if (k + 2 < G) publish_M(at, row_blocks, k + 2);
+      update_M(k);
+      if (k + 2 < G) publish_M(k + 2);
       if (k + 1 == G) {
         if constexpr (kVectors) {
           write_T(&shared.stage[0][0]);
-          const Work work = work_of(shared.turn);
-          send(work.row, work.rows, args.T + work.n * args.T_batch + work.row * kDim);
-        } else {
-          const Work work = work_of(shared.turn);
-          if (work.row == 0) write_T(args.T + work.n * args.T_batch);
+          send(work.row, work.rows, T + work.row * kDim);
+        } else if (work.row == 0) {
+          write_T(T);
         }
-        load_next(shared.turn + turns_a_round<kDim>());
+        if (next >= 0) load_A(next);
       }
-      if (S::kHalves && k + 1 < G) sync_team();
-      update<kRows, false>(J, [&] { return (kDim == 64 ? place().j : at.j) == k; }, shared.J[k & 1], kRows * at.t,
-                           shared.W[k & 1], 8 * at.j);
+      update<kRows, false>(J, j == k ? 0.0f : 1.0f, shared.J[k & 1], kRows * t, shared.W[k & 1], 8 * j);
       if (k + 1 < G) {
-        publish_J<kRows>(kDim == 64 ? place() : at, k + 1);
+        publish_J<kRows>(k + 1);
         // The J of the matrix before has left the staging buffer long ago.
-        if (kVectors && k + 2 == G && first_thread()) wait_stage_read();
+        if (kVectors && k + 2 == G && thread == 0) wait_stage_read();
         sync_team();
       }
     }
-    const Work work = work_of(shared.turn);
-    float* out = args.J + work.n * args.J_batch + work.row * kDim;
     if constexpr (kVectors) {
       wait_sent();
       write_J<kRows>(&shared.stage[0][0]);
-      send(0, work.rows, out);
+      send(0, work.rows, J_out);
     } else {
-      write_J<kRows>(out);
+      write_J<kRows>(J_out);
     }
   }
 
-  __device__ __forceinline__ void run(uint32_t first) {
-    load_next(first);
-#pragma unroll 1
-    for (uint32_t turn = first; turn < plan.turns; turn = shared.turn + turns_a_round<kDim>()) {
-      if (turn < plan.whole) {
-        sweep<8>(turn);
+  __device__ __forceinline__ void run(const Plan& plan, int64_t first, int64_t step) {
+    int parity = 0;
+    if (first < plan.turns) load_A(plan.work<kDim>(first).n);
+    for (int64_t turn = first; turn < plan.turns; turn += step, parity ^= 1) {
+      const Work work = plan.work<kDim>(turn);
+      const int64_t next = turn + step < plan.turns ? plan.work<kDim>(turn + step).n : -1;
+      if (work.rows == kDim) {
+        sweep<8>(work, next, parity);
       } else {
-        sweep<4>(turn);
+        sweep<4>(work, next, parity);
       }
     }
-    if (kVectors && first_thread()) wait_stage_read();
+    if (kVectors && thread == 0) wait_stage_read();
   }
 };
 

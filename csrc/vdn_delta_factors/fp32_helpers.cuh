@@ -32,8 +32,8 @@ __device__ __forceinline__ void fetch_B(TeamMemory<kDim>& shared, const Argument
 // of this one.
 template <int kDim>
 __device__ __forceinline__ void move_data(TeamMemory<kDim>& shared, const Arguments& args, const Plan& plan,
-                                          uint32_t next, int k, int lane) {
-  asm volatile("" : "+r"(next));  // keeps addresses out of registers between steps
+                                          int64_t next, int k, int lane) {
+  asm volatile("" : "+l"(next));  // keeps addresses out of registers between steps
   if (next >= plan.turns) return;
   const Work work = plan.work<kDim>(next);
   if (lane == 0 && args.A_row == kDim)
@@ -44,20 +44,18 @@ __device__ __forceinline__ void move_data(TeamMemory<kDim>& shared, const Argume
 
 template <int kDim, bool kVectors>
 __device__ __forceinline__ void help(TeamMemory<kDim>& shared, const Arguments& args, const Plan& plan, int team,
-                                     int thread, uint32_t first) {
+                                     int thread, int64_t first, int64_t step) {
   using S = Shape<kDim>;
   constexpr int R = S::kHelperRows, G = S::kGroups;
-  const int barriers = 1 + S::kBarriers * team;
-  if (kVectors && thread < 32 && first < plan.turns) fetch_B<kDim>(shared, args, plan.work<kDim>(first), thread % 32);
+  const int barriers = 1 + S::kBarriers * team, lane = thread % 32;
+  if (kVectors && thread < 32 && first < plan.turns) fetch_B<kDim>(shared, args, plan.work<kDim>(first), lane);
 #pragma unroll 1
-  for (uint32_t turn = first; turn < plan.turns; turn += turns_a_round<kDim>()) {
+  for (int64_t turn = first; turn < plan.turns; turn += step) {
     float y[R][8];
     barrier_sync(barriers, S::kAll);
 #pragma unroll 1
     for (int k = 0; k < G; ++k) {
-      asm volatile("" : "+r"(thread));
-      const int lane = thread % 32;
-      if (kVectors && thread < 32) move_data<kDim>(shared, args, plan, turn + turns_a_round<kDim>(), k, lane);
+      if (kVectors && thread < 32) move_data<kDim>(shared, args, plan, turn + step, k, lane);
       float c[R][8];
 #pragma unroll
       for (int q = 0; q < R; ++q)
@@ -118,14 +116,12 @@ __device__ __forceinline__ void help(TeamMemory<kDim>& shared, const Arguments& 
         if (lane == 0) {
 #pragma unroll
           for (int p = 0; p < 8; p += 4) write4<true>(&shared.diagonal[p], d[p], d[p + 1], d[p + 2], d[p + 3]);
-          if (k == 0) shared.turn = turn;
           if (k == 0 || (bad != 0 && shared.info == 0)) shared.info = bad;
-          const Work work = plan.work<kDim>(turn);
-          if (k + 1 == G && args.info && work.row == 0) args.info[work.n] = shared.info;
+          if (k + 1 == G && args.info) args.info[plan.work<kDim>(turn).n] = shared.info;
         }
       }
-      if constexpr (S::kHalves) {
-        barrier_sync(barriers, S::kAll);
+      if constexpr (S::kHelpers > 32) {
+        barrier_sync(barriers + 2, S::kHelpers);
       } else {
         __syncwarp();
       }

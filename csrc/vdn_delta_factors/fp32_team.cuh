@@ -21,10 +21,8 @@ struct Shape {
   static constexpr int kHelperRows = kDim / kHelpers;
   static constexpr int kExtra = 512 / kDim;  // elements of the wrapped tile a thread holds
   static constexpr int kAll = kTeamThreads + kHelpers;
-  static constexpr int kBarriers = 2;  // named: the team's, its compute warps'
-  // A step of several helper warps has two halves with a barrier between, as a step of the compute warps has; it is
-  // the team's own, since racecheck doesn't follow one among the helpers.
-  static constexpr bool kHalves = kHelpers > 32;
+  // Named barriers: a team's, its compute warps', its helpers'.
+  static constexpr int kBarriers = 3;
 };
 
 template <int kDim>
@@ -41,7 +39,6 @@ struct alignas(128) TeamMemory {
   float alpha[kDim];
   uint64_t arrived;  // B's mbarrier
   int info;
-  uint32_t turn;  // the helpers' note for the compute warps, which have no register for it
 };
 
 // Two adjacent columns at a time: one instruction on sm_100, two elsewhere, the same bits.
@@ -119,23 +116,15 @@ struct Work {
 
 // The first `whole` matrices are work for one team each, each of the rest is shared by two.
 struct Plan {
-  uint32_t whole, turns;  // turns = whole + 2 (count - whole)
+  int64_t whole, turns;  // turns = whole + 2 (count - whole)
 
   template <int kDim>
-  __device__ __forceinline__ Work work(uint32_t turn) const {
+  __device__ __forceinline__ Work work(int64_t turn) const {
     if (turn < whole) return {turn, 0, kDim};
-    const uint32_t rest = turn - whole;
-    return {static_cast<int64_t>(whole) + rest / 2, static_cast<int>(rest & 1) * (kDim / 2), kDim / 2};
+    const int64_t rest = turn - whole;
+    return {whole + rest / 2, static_cast<int>(rest & 1) * (kDim / 2), kDim / 2};
   }
 };
-
-// Read from the special register where it is needed, not kept.
-template <int kDim>
-__device__ __forceinline__ uint32_t turns_a_round() {
-  uint32_t blocks;
-  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-  return Shape<kDim>::kTeams * blocks;
-}
 
 __device__ __forceinline__ void store_stage(const void* stage, float* to, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
