@@ -11,6 +11,7 @@ from jit_kernels.jit.errors import JitError
 from jit_kernels.jit.loader import load_jit
 from jit_kernels.ops.mhc_pre_h_aggregate import mhc_pre_h_aggregate
 from jit_kernels.ops.vdn_delta_factors import vdn_delta_factors
+from jit_kernels.warmup import warm_up
 
 __all__ = [
     "Explanation",
@@ -25,4 +26,5 @@ __all__ = [
     "mhc_pre_h_aggregate",
     "use_backend",
     "vdn_delta_factors",
+    "warm_up",
 ]

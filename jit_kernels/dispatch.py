@@ -178,13 +178,14 @@ class Operator:
         if found is None:
             if key in self._failures:  # so that calls which fall back don't compile in vain each time
                 raise self._failures[key].with_traceback(None)
-            if torch.cuda.is_current_stream_capturing():
+            kernel = self.build(Target.of(device), *parameters)
+            if not kernel.loaded and torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
                     f"{self.name}: its kernel is not loaded yet, and a CUDA graph is being captured",
-                    "call the op once with such tensors before the capture begins",
+                    "call the op once with such tensors, or jit_kernels.warm_up(), before the capture begins",
                 )
             try:
-                module = self.build(Target.of(device), *parameters).load()
+                module = kernel.load()
             except JitError as error:
                 self._failures[key] = error
                 raise
@@ -215,6 +216,18 @@ class Explanation:
         return f"{self.operator} (backend {self.backend}): {self.runs}: {self.reason}"
 
 
+def operator_of(op: Callable[..., Any] | str) -> Operator:
+    """The record of a public op, or of its name.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in OPERATORS:
+        raise ValueError(f"{name!r} is no operator: expected one of {', '.join(OPERATORS)}")
+    return OPERATORS[name]
+
+
 def explain(op: Callable[..., Any] | str, *args: Any, backend: str | None = None, **options: Any) -> Explanation:
     """Prints and returns what a call of ``op`` with these arguments would run, and why. Compiles and launches nothing.
 
@@ -227,10 +240,8 @@ def explain(op: Callable[..., Any] | str, *args: Any, backend: str | None = None
         ValueError: there is no such op; or the op itself would raise it for these arguments.
         TypeError: the op itself would raise it.
     """
-    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    operator = OPERATORS.get(name)
-    if operator is None:
-        raise ValueError(f"{name!r} is no operator: expected one of {', '.join(OPERATORS)}")
+    operator = operator_of(op)
+    name = operator.name
     choice = _ambient.get() if backend is None else _checked(backend)
     names = operator.arguments
     unknown = options.keys() - set(names[len(args) :])

@@ -21,7 +21,7 @@ from jit_kernels.jit.arch import Target
 from jit_kernels.jit.cache import JitWarning
 from jit_kernels.jit.errors import CaptureError, CompileError, ToolchainError
 from jit_kernels.jit.loader import Kernel, kernel
-from jit_kernels.jit.source import CSRC, PACKAGE
+from jit_kernels.jit.source import CSRC, PACKAGE, Source
 from jit_kernels.messages import require_tensors
 
 BACKENDS = ("auto", "fused", "torch")
@@ -384,9 +384,12 @@ def test_under_auto_a_build_that_failed_is_not_tried_at_every_call(
     assert len(tried) == len(seen) == 1
 
 
-def test_a_kernel_that_is_not_loaded_is_an_error_inside_a_capture(make_toy, everywhere, monkeypatch):
+def test_a_kernel_that_is_not_loaded_is_an_error_inside_a_capture(
+    make_toy, everywhere, monkeypatch, answer_source, tmp_path
+):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    toy = make_toy(fused=lambda x: toy.launcher("answer", x.device)(x))
+    never = Source(("never",), cpp_files=(answer_source(tmp_path),), header_only=False)
+    toy = make_toy(build=lambda target: Kernel(never, target), fused=lambda x: toy.launcher("answer", x.device)(x))
     with pytest.raises(CaptureError, match=r"toy_\d+: its kernel is not loaded yet[\s\S]*cure: call the op once"):
         toy(torch.ones(2))
 

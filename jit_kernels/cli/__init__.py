@@ -10,7 +10,9 @@ import click
 from jit_kernels import __version__
 from jit_kernels.cli.cache import cache
 from jit_kernels.cli.check import check
+from jit_kernels.cli.completion import completion
 from jit_kernels.cli.doctor import doctor, env
+from jit_kernels.cli.operators import list_operators
 from jit_kernels.cli.warmup import warmup
 from jit_kernels.jit.cache import JitWarning
 from jit_kernels.jit.errors import JitError
@@ -25,7 +27,7 @@ def commands() -> None:
     """
 
 
-for command in (check, warmup, env, doctor, cache):
+for command in (list_operators, check, warmup, env, doctor, cache, completion):
     commands.add_command(command)
 
 

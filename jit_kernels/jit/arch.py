@@ -49,6 +49,17 @@ class Target:
         major, minor = torch.cuda.get_device_capability(device)
         return cls(major, minor, _suffix(major))
 
+    @classmethod
+    def here(cls) -> Target:
+        """The target of the current CUDA device.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not torch.cuda.is_available():
+            raise ValueError("there is no CUDA device to take the arch target from: name it, as in target='sm_90a'")
+        return cls.of(torch.device("cuda", torch.cuda.current_device()))
+
     @property
     def flags(self) -> list[str]:
         name = str(self)[3:]

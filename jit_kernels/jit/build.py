@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jit_kernels.jit.arch import Target
-from jit_kernels.jit.errors import CompileError, LinkError
+from jit_kernels.jit.errors import CompileError, DiskFullError, HeaderNotFoundError, JitError, LinkError
 from jit_kernels.jit.source import Source
 from jit_kernels.jit.toolchain import Toolchain, ninja
 
@@ -39,7 +39,7 @@ def compile_library(source: Source, target: Target, toolchain: Toolchain, folder
 
     Raises:
         CompileError: a compiler failed, or the timeout (in seconds) passed.
-        LinkError: the linker failed.
+        HeaderNotFoundError, LinkError, DiskFullError: what their names say.
         ToolchainError: ninja was not found.
     """
     links: dict[Path, str] = {}
@@ -151,13 +151,17 @@ def _ninja_file(
     return "\n".join(lines)
 
 
-def _explain(source: Source, target: Target, toolchain: Toolchain, output: str) -> CompileError:
+def _explain(source: Source, target: Target, toolchain: Toolchain, output: str) -> JitError:
     # ninja prints "FAILED: …", the command, then what the command said.
     failed = re.search(r"^FAILED: (?:\[code=\d+\] )?(\S+).*\n(.*)\n((?:.*\n?)*)", output, re.M)
     product, command, said = failed.groups() if failed else ("", "ninja -v", output)
     match = _FIRST_ERROR.search(said)
     error = match[0].strip() if match else said.strip()[:500] or "no output"
-    kind = LinkError if product.endswith(".so") else CompileError
+    kind: type[JitError] = LinkError if product.endswith(".so") else CompileError
+    if "No space left on device" in said:
+        kind = DiskFullError
+    elif kind is CompileError and re.search(r"fatal error: .*: No such file or directory", said):
+        kind = HeaderNotFoundError
     hint = next((hint for mark, hint in _HINTS if mark in said), "see the compiler's output below")
     tail = "\n".join(said.strip().splitlines()[:40])
     return kind(

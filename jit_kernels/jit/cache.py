@@ -22,7 +22,7 @@ import socket
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -34,10 +34,11 @@ from jit_kernels._version import __version__
 from jit_kernels.jit import build, toolchain
 from jit_kernels.jit.arch import Target
 from jit_kernels.jit.errors import (
+    AbiMismatchError,
     CacheError,
     CompileError,
     CompileForbiddenError,
-    JitError,
+    DiskFullError,
     LoadError,
     LockTimeoutError,
     ToolchainError,
@@ -70,12 +71,16 @@ class Entry:
     def meta(self) -> dict[str, Any]:
         return json.loads(build.read(self.folder / META))
 
-    def load(self) -> Any:
-        """The tvm-ffi module, after its file was compared with the recorded hash.
+    @property
+    def lock(self) -> Path:
+        return self.folder.parent / f".{self.folder.name}.lock"
+
+    def verify(self) -> Path:
+        """The library, after it was compared with its recorded hash.
 
         Raises:
             UntrustedCacheError: somebody else could have written it.
-            LoadError: it is damaged or can't be loaded.
+            LoadError: it is damaged.
         """
         try:
             meta = self.meta
@@ -86,21 +91,37 @@ class Entry:
                 raise LoadError(f"{library} does not match its recorded hash")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LoadError(f"{self.folder} is damaged: {type(error).__name__}: {error}") from error
-        return load_library(library)
+        return library
+
+    def load(self) -> Any:
+        """The tvm-ffi module.
+
+        Raises:
+            JitError: as `verify`, or the library can't be loaded.
+        """
+        with suppress(OSError), open(self.lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # keeps `clean` away till it is loaded
+            return load_library(self.verify())
+        return load_library(self.verify())
 
 
 def load_library(path: Path) -> Any:
     """Loads one shared library.
 
     Raises:
-        LoadError: the loader refuses it.
+        LoadError, AbiMismatchError: the loader refuses it.
     """
     import tvm_ffi
 
     try:
         return tvm_ffi.load_module(str(path))
     except Exception as error:
-        raise LoadError(f"{path} can't be loaded: {error}") from error
+        text = str(error)
+        foreign = re.search("undefined symbol|version `|wrong ELF class|cannot open shared object file", text)
+        kind = AbiMismatchError if foreign else LoadError
+        raise kind(
+            f"{path} can't be loaded: {text}", "jit-kernels cache clean, and build again on this machine"
+        ) from error
 
 
 def default_root() -> Path | None:
@@ -247,7 +268,7 @@ def _make(source: Source, target: Target, root: Path | None) -> Entry:
     name = f"{source.name}-{source.key(target)}-{_fingerprint(tools)}"
     entry = Entry(folder / name)
     try:
-        with lock(folder / f".{name}.lock", env.BUILD_TIMEOUT.get()) as alone:
+        with lock(entry.lock, env.BUILD_TIMEOUT.get()) as alone:
             if entry.folder.exists():  # another process was faster
                 if not _damaged(entry):
                     return entry
@@ -258,7 +279,7 @@ def _make(source: Source, target: Target, root: Path | None) -> Entry:
             _build(source, target, tools, entry)
     except OSError as error:
         if error.errno in _FULL:
-            raise CacheError(
+            raise DiskFullError(
                 f"no space is left under {folder}: {error}", "free some, or set JIT_KERNELS_CACHE_DIR"
             ) from error
         raise CacheError(
@@ -366,7 +387,7 @@ def _check_scan(source: Source, tools: toolchain.Toolchain, staging: Path) -> No
         words = re.findall(r"(?:\\.|[^\s\\])+", build.read(path).replace("\\\n", " "))
         opened += [(staging / re.sub(r"\\(.)", r"\1", word).replace("$$", "$")).resolve() for word in words]
     # What lies in these folders stands in the key by version, or is made by the build itself.
-    known = [staging, tools.root, *source.include_dirs()[len(source.scanned_dirs()) :]]
+    known = [staging, *tools.include_dirs, *source.include_dirs()[len(source.scanned_dirs()) :]]
     known = [folder.resolve() for folder in known]
     scanned = {path.resolve() for path in source.files().values()}
     missed = [path for path in opened if path not in scanned and not any(path.is_relative_to(f) for f in known)]
@@ -431,17 +452,17 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def listing() -> Iterator[tuple[str, Entry]]:
-    """(place, entry) of everything that lies in the cache and in the prebuilt folders, of any version and target."""
-    places = [("prebuilt", root) for root in env.PREBUILT_DIR.get()] + [("cache", root) for root in roots()]
-    for place, root in places:
+def listing() -> Iterator[Entry]:
+    """Everything that lies in the cache and in the prebuilt folders, of any version and target."""
+    places = [(root, True) for root in env.PREBUILT_DIR.get()] + [(root, False) for root in roots()]
+    for root, prebuilt in places:
         with suppress(PermissionError):
             for meta in sorted(root.glob(f"*/*/[!.]*/{META}")):
-                yield place, Entry(meta.parent, place == "prebuilt")
+                yield Entry(meta.parent, prebuilt)
 
 
-def clean() -> list[Entry]:
-    """Removes the cache's entries of every version and target but those being built now. Prebuilt folders stay.
+def remove(entries: Iterable[Entry]) -> list[Entry]:
+    """Removes entries, but for those that are being built or loaded right now, and those of prebuilt folders.
 
     Returns:
         the entries that were removed.
@@ -450,15 +471,12 @@ def clean() -> list[Entry]:
         OSError: an entry can't be removed.
     """
     removed = []
-    for place, entry in listing():
-        if place != "cache":
+    for entry in entries:
+        if entry.prebuilt:
             continue
-        with suppress(LockTimeoutError), lock(entry.folder.parent / f".{entry.folder.name}.lock", 0):
+        with suppress(LockTimeoutError), lock(entry.lock, 0):
             discard(entry)
             if entry.folder.exists():
                 raise PermissionError(errno.EACCES, "can't be removed", str(entry.folder))
             removed.append(entry)
     return removed
-
-
-__all__ = ["Entry", "JitError", "JitWarning", "clean", "find", "listing", "load", "obtain", "roots"]

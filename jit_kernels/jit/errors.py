@@ -19,12 +19,24 @@ class ToolchainError(JitError):
     """No usable CUDA compiler, host compiler or ninja was found."""
 
 
+class CompilerNotFoundError(ToolchainError):
+    """There is no nvcc, or none whose toolkit is whole."""
+
+
+class CompilerTooOldError(ToolchainError):
+    """There is an nvcc, but it does not know the arch target."""
+
+
 class CompileForbiddenError(JitError):
     """The kernel isn't built, and ``JIT_KERNELS_COMPILE=never`` forbids building it."""
 
 
 class CompileError(JitError):
     """The compiler rejected the source, or the build did not end in time."""
+
+
+class HeaderNotFoundError(CompileError):
+    """An include names a file that is in none of the include folders."""
 
 
 class LinkError(CompileError):
@@ -35,8 +47,16 @@ class LoadError(JitError):
     """A freshly built library could not be loaded."""
 
 
+class AbiMismatchError(LoadError):
+    """A library was built for another tvm-ffi, C++ runtime or C library than the ones here."""
+
+
 class CacheError(JitError):
-    """The cache can't be written: no writable place, or no space left."""
+    """The cache can't be written."""
+
+
+class DiskFullError(CacheError):
+    """No space is left where the kernel is being built; nothing half-written stays."""
 
 
 class UntrustedCacheError(CacheError):

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from jit_kernels import torch_op
 from jit_kernels.jit import cache
 from jit_kernels.jit.arch import Target
@@ -41,6 +39,11 @@ class Kernel:
                     module = _modules[key] = cache.load(self.source, self.target)
         return module
 
+    @property
+    def loaded(self) -> bool:
+        """Whether this process has it already."""
+        return (self.source, self.target) in _modules
+
     def compile(self, root: Path | None = None) -> cache.Entry:
         """Builds without loading for use: in ``root``, or in the cache. Needs no GPU.
 
@@ -59,8 +62,7 @@ class Kernel:
         Raises:
             JitError: it can't be had.
         """
-        key = (self.source, self.target)
-        if key in _modules or self.find() is not None:
+        if self.loaded or self.find() is not None:
             return True
         cache.require_compiler(self.source, self.target)
         return False
@@ -122,9 +124,7 @@ def load_jit(*args: object, target: Target | str | None = None, **options: Any) 
         ValueError, FileNotFoundError: the arguments name no module.
     """
     if target is None:
-        if not torch.cuda.is_available():
-            raise ValueError("there is no CUDA device to take the arch target from: name it, as in target='sm_90a'")
-        target = Target.of(torch.device("cuda", torch.cuda.current_device()))
+        target = Target.here()
     elif isinstance(target, str):
         target = Target.parse(target)
     return kernel(*args, target=target, **options).load()

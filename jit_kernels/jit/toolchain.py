@@ -22,7 +22,7 @@ from pathlib import Path
 
 from jit_kernels import env
 from jit_kernels.jit.arch import Target
-from jit_kernels.jit.errors import ToolchainError
+from jit_kernels.jit.errors import CompilerNotFoundError, CompilerTooOldError, ToolchainError
 
 CURE = (
     "install a CUDA toolkit and set CUDA_HOME to it, or `pip install 'jit-kernels[nvcc]'`; "
@@ -78,6 +78,7 @@ class Toolchain:
     nvcc: Path
     version: tuple[int, int]
     library_dir: Path
+    include_dirs: tuple[Path, ...]  # where its headers really lie, behind any links
     host: Path
     host_command: tuple[str, ...]  # the host compiler with what CXX puts around it
     identity: str
@@ -88,6 +89,7 @@ class Refusal:
     origin: str
     where: str
     reason: str
+    too_old: bool = False
 
     def __str__(self) -> str:
         return f"{self.origin} ({self.where}): {self.reason}"
@@ -200,7 +202,8 @@ def inspect(origin: str, root: Path, target: Target | None, probe: Probe) -> Too
     version = (int(release[1]), int(release[2]))
     if target is not None and version < target.first_nvcc:
         needed = ".".join(map(str, target.first_nvcc))
-        return refuse(f"nvcc {version[0]}.{version[1]} does not know {target}, which needs {needed} or newer")
+        reason = f"nvcc {version[0]}.{version[1]} does not know {target}, which needs {needed} or newer"
+        return Refusal(origin, str(root), reason, too_old=True)
 
     try:
         host, host_command = host_compiler()
@@ -217,6 +220,14 @@ def inspect(origin: str, root: Path, target: Target | None, probe: Probe) -> Too
         nvcc=nvcc,
         version=version,
         library_dir=found["lib64/libcudart_static.a"].parent,
+        include_dirs=tuple(
+            found[header].resolve().parents[depth]
+            for header, depth in (
+                ("include/cuda_runtime.h", 0),
+                ("include/crt/host_config.h", 1),
+                ("include/nv/target (CCCL)", 1),
+            )
+        ),
         host=host,
         host_command=host_command,
         identity="; ".join(
@@ -239,7 +250,7 @@ def find(target: Target | None, probe: Probe) -> Toolchain:
     """The first usable toolchain.
 
     Raises:
-        ToolchainError: none is usable; the message lists each candidate and what it lacks.
+        CompilerNotFoundError, CompilerTooOldError: none is usable; the message lists each and what it lacks.
     """
     refusals = []
     for origin, root in candidates(probe):
@@ -247,6 +258,5 @@ def find(target: Target | None, probe: Probe) -> Toolchain:
         if isinstance(verdict, Toolchain):
             return verdict
         refusals.append(verdict)
-    raise ToolchainError(
-        "no usable CUDA compiler was found:" + "".join(f"\n  - {refusal}" for refusal in refusals), CURE
-    )
+    kind = CompilerTooOldError if any(refusal.too_old for refusal in refusals) else CompilerNotFoundError
+    raise kind("no usable CUDA compiler was found:" + "".join(f"\n  - {refusal}" for refusal in refusals), CURE)

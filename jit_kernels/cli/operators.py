@@ -1,0 +1,61 @@
+"""``jit-kernels list``: the operators, the builds they need, and what of it is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import torch
+
+from jit_kernels.cli.arguments import Targets, operators_argument
+from jit_kernels.cli.output import emit, json_option, rows
+from jit_kernels.dispatch import Operator
+from jit_kernels.jit import cache
+from jit_kernels.jit.arch import Target
+
+
+@click.command("list")
+@operators_argument
+@click.option("--arch", type=Targets(), default=(), help="Arch targets [default: this machine's GPUs and the cache's].")
+@json_option
+def list_operators(operators: tuple[Operator, ...], arch: tuple[Target, ...], as_json: bool) -> None:
+    """List the operators, the builds that users need of them, and for which arch targets they are built."""
+    targets = arch or _targets()
+    found: list[dict[str, Any]] = []
+    for operator in operators:
+        for parameters in operator.warmup:
+            entries = {target: operator.build(target, **parameters).find() for target in targets}
+            found.append(
+                {
+                    "operator": operator.name,
+                    "schema": operator.schema,
+                    "parameters": parameters,
+                    "built": {str(target): str(entry.folder) for target, entry in entries.items() if entry},
+                    "missing": [str(target) for target, entry in entries.items() if not entry],
+                }
+            )
+    emit(
+        {"schema": 1, "builds": found},
+        as_json,
+        lambda: [
+            rows(
+                None,
+                ("operator", "parameters", "built for", "not built for"),
+                (
+                    (
+                        one["operator"],
+                        ", ".join(f"{name} {value}" for name, value in one["parameters"].items()),
+                        ", ".join(one["built"]),
+                        ", ".join(one["missing"]),
+                    )
+                    for one in found
+                ),
+            )
+        ],
+    )
+
+
+def _targets() -> tuple[Target, ...]:
+    devices = [Target.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    cached = [Target.parse(entry.folder.parent.name) for entry in cache.listing()]
+    return tuple(sorted({*devices, *cached}))
