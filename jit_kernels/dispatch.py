@@ -16,9 +16,9 @@ import torch
 
 from jit_kernels import env, torch_op
 from jit_kernels.jit.arch import Target
-from jit_kernels.jit.cache import warn
 from jit_kernels.jit.errors import CaptureError, JitError
 from jit_kernels.jit.loader import Kernel
+from jit_kernels.jit.store import warn
 
 if TYPE_CHECKING:
     from jit_kernels.checks.workload import Workload

@@ -39,15 +39,20 @@ def warm_up(*ops: Callable[..., Any] | str, target: Target | str | None = None, 
 
 
 def _build_on_first_rank(operators: list[Operator], target: Target, group: Any) -> None:
-    failure: list[Any] = [None]
+    failure: Exception | None = None
+    told: list[Any] = [None]
     if torch.distributed.get_rank(group) == 0:
         try:
             for operator in operators:
                 for build in operator.warmup:
                     operator.build(target, **build).compile()
         except JitError as error:
-            failure[0] = (type(error).__name__, error.cause, error.cure)
-    torch.distributed.broadcast_object_list(failure, group=group, group_src=0)
-    if failure[0] is not None:
-        name, cause, cure = failure[0]
+            failure, told[0] = error, (type(error).__name__, error.cause, error.cure)
+        except Exception as error:  # whatever it is, the others must not wait for it
+            failure, told[0] = error, ("JitError", f"rank 0 failed: {type(error).__name__}: {error}", "")
+    torch.distributed.broadcast_object_list(told, group=group, group_src=0)
+    if failure is not None:
+        raise failure
+    if told[0] is not None:
+        name, cause, cure = told[0]
         raise getattr(errors, name)(cause, cure)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from jit_kernels.cli import commands
 from jit_kernels.dispatch import OPERATORS
-from jit_kernels.jit import cache
+from jit_kernels.jit import cache, store
 from jit_kernels.jit.arch import Target
 
 
@@ -140,8 +140,8 @@ def test_clean_removes_what_is_there_and_spares_what_is_being_built(isolated_cac
     for name in ("first", "second"):
         source = answer_source(tmp_path / name)
         load_jit(name, cpp_files=[source], header_only=False, target="sm_90a")
-    first, second = cache.listing()
-    with cache.lock(second.folder.parent / f".{second.folder.name}.lock", 1):
+    first, second = store.listing()
+    with store.lock(second.folder.parent / f".{second.folder.name}.lock", 1):
         assert document("cache", "clean")["removed"] == [str(first.folder)]
     assert document("cache", "clean")["removed"] == [str(second.folder)]
     assert "removed 0 compiled kernels" in run("cache", "clean").stdout

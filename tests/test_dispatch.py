@@ -18,10 +18,10 @@ from jit_kernels import Support, UnsupportedError, explain, mhc_pre_h_aggregate,
 from jit_kernels.dispatch import OPERATORS, Operator
 from jit_kernels.jit import cache
 from jit_kernels.jit.arch import Target
-from jit_kernels.jit.cache import JitWarning
 from jit_kernels.jit.errors import CaptureError, CompileError, ToolchainError
 from jit_kernels.jit.loader import Kernel, kernel
 from jit_kernels.jit.source import CSRC, PACKAGE, Source
+from jit_kernels.jit.store import JitWarning
 from jit_kernels.messages import require_tensors
 
 BACKENDS = ("auto", "fused", "torch")

@@ -24,7 +24,7 @@ import torch
 import tvm_ffi
 
 import jit_kernels
-from jit_kernels.jit import cache, errors, source
+from jit_kernels.jit import cache, errors, source, store
 from jit_kernels.jit.arch import Target
 from jit_kernels.jit.loader import Kernel, kernel, load_jit
 
@@ -582,7 +582,7 @@ def test_a_damaged_entry_is_built_again_once_with_a_warning(copied, damage):
     path, entry = copied
     wanted = answer_kernel(path)
     DAMAGES[damage](entry)
-    with pytest.warns(cache.JitWarning, match="building it again") as seen:
+    with pytest.warns(store.JitWarning, match="building it again") as seen:
         assert load(wanted).answer() == 42
     assert len(seen) == 1
     with warnings.catch_warnings():
@@ -595,7 +595,7 @@ def test_a_damaged_entry_is_built_again_once_with_a_warning(copied, damage):
 def test_compile_mends_a_damaged_entry_too(copied):
     path, entry = copied
     corrupt(entry)
-    with pytest.warns(cache.JitWarning, match="building it again"):
+    with pytest.warns(store.JitWarning, match="building it again"):
         assert answer_kernel(path).compile().folder == entry
     assert load(answer_kernel(path)).answer() == 42
 
@@ -800,7 +800,7 @@ def test_a_failed_build_shows_the_first_error_the_command_and_a_hint(isolated_ca
     text = str(raised.value)
     first = next(line for line in text.splitlines() if re.search(words, line))
     assert hint in raised.value.cure
-    if kind is not errors.LoadError:
+    if kind is not errors.AbiMismatchError:
         assert first == text.splitlines()[0]  # what people read, and what a log line keeps
         assert re.search(r"^  command: .*(-c .*answer\.cpp|-shared)", text, re.M)
     assert not entries(isolated_cache)
@@ -881,7 +881,7 @@ def test_a_damaged_prebuilt_entry_is_passed_over_and_left_as_it_is(isolated_cach
     shutil.copytree(root, isolated_cache)
     monkeypatch.setenv("JIT_KERNELS_PREBUILT_DIR", str(overlay))
     monkeypatch.setenv("JIT_KERNELS_COMPILE", "never")  # the cache has a good one
-    with pytest.warns(cache.JitWarning, match=re.escape(str(overlay))):
+    with pytest.warns(store.JitWarning, match=re.escape(str(overlay))):
         assert load(answer_kernel(path)).answer() == 42
     assert {each: each.read_bytes() for each in overlay.rglob("*") if each.is_file()} == before
 
@@ -952,9 +952,9 @@ def test_listing_and_clean_leave_prebuilt_folders_alone(copied, built, tmp_path,
     _, entry = copied
     shutil.copytree(built[1], tmp_path / "overlay")
     monkeypatch.setenv("JIT_KERNELS_PREBUILT_DIR", str(tmp_path / "overlay"))
-    assert [each.prebuilt for each in cache.listing()] == [True, False]
-    assert [each.folder for each in cache.remove(cache.listing())] == [entry]
-    assert [each.prebuilt for each in cache.listing()] == [True]
+    assert [each.prebuilt for each in store.listing()] == [True, False]
+    assert [each.folder for each in store.remove(store.listing())] == [entry]
+    assert [each.prebuilt for each in store.listing()] == [True]
     assert not leftovers(entry.parents[2])
 
 

@@ -26,6 +26,15 @@ def test_every_command_of_the_table_exists():
     assert set(named) == set(commands.commands)
 
 
+def test_every_test_of_the_fault_table_exists():
+    named = set(re.findall(r"`(test_\w+)`", (REPO / "README.md").read_text()))
+    defined = {
+        name for file in (REPO / "tests").glob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    assert len(named) > 20
+    assert named <= defined
+
+
 def test_every_link_leads_somewhere():
     for page in [REPO / "README.md", REPO / "CONTRIBUTING.md", *(REPO / "docs").glob("*.md")]:
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):

@@ -14,8 +14,8 @@ from jit_kernels.cli.completion import completion
 from jit_kernels.cli.doctor import doctor, env
 from jit_kernels.cli.operators import list_operators
 from jit_kernels.cli.warmup import warmup
-from jit_kernels.jit.cache import JitWarning
 from jit_kernels.jit.errors import JitError
+from jit_kernels.jit.store import JitWarning
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -12,7 +12,7 @@ import click
 
 from jit_kernels.cli.arguments import Targets
 from jit_kernels.cli.output import emit, json_option, rows, size
-from jit_kernels.jit import cache as store
+from jit_kernels.jit import store
 from jit_kernels.jit.arch import Target
 from jit_kernels.jit.errors import JitError
 

@@ -16,7 +16,7 @@ from jit_kernels import __version__
 from jit_kernels import env as settings
 from jit_kernels.cli.output import emit, json_option, rows
 from jit_kernels.dispatch import OPERATORS
-from jit_kernels.jit import cache, toolchain
+from jit_kernels.jit import cache, store, toolchain
 from jit_kernels.jit.arch import Target
 from jit_kernels.jit.errors import JitError, UntrustedCacheError
 
@@ -168,11 +168,11 @@ def _places() -> Iterator[Finding]:
             yield Finding("prebuilt kernels", "ok", str(overlay))
         else:
             yield Finding("prebuilt kernels", "problem", f"{overlay} is no folder", "correct JIT_KERNELS_PREBUILT_DIR")
-    root = cache.roots()[0]
+    root = store.roots()[0]
     try:
         existing = next(path for path in (root, *root.parents) if path.exists())
         if existing == root:
-            cache.require_trusted(root)
+            store.require_trusted(root)
         writable = os.access(existing, os.W_OK)
     except PermissionError:
         writable = False
@@ -185,7 +185,7 @@ def _places() -> Iterator[Finding]:
         yield Finding(
             "cache",
             "note",
-            f"{root} can't be written: new kernels go to {cache.roots()[-1]}",
+            f"{root} can't be written: new kernels go to {store.roots()[-1]}",
             "set JIT_KERNELS_CACHE_DIR to a folder that can be",
         )
 

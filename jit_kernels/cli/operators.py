@@ -10,7 +10,7 @@ import torch
 from jit_kernels.cli.arguments import Targets, operators_argument
 from jit_kernels.cli.output import emit, json_option, rows
 from jit_kernels.dispatch import Operator
-from jit_kernels.jit import cache
+from jit_kernels.jit import store
 from jit_kernels.jit.arch import Target
 
 
@@ -57,5 +57,5 @@ def list_operators(operators: tuple[Operator, ...], arch: tuple[Target, ...], as
 
 def _targets() -> tuple[Target, ...]:
     devices = [Target.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-    cached = [Target.parse(entry.folder.parent.name) for entry in cache.listing()]
+    cached = [Target.parse(entry.folder.parent.name) for entry in store.listing()]
     return tuple(sorted({*devices, *cached}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from jit_kernels import torch_op
-from jit_kernels.jit import cache
+from jit_kernels.jit import cache, store
 from jit_kernels.jit.arch import Target
 from jit_kernels.jit.source import CSRC, Source
 
 _modules: dict[tuple[Source, Target], Any] = {}
 _loading = threading.Lock()
+
+
+def _renew() -> None:
+    global _loading
+    _loading = threading.Lock()  # a child forked while another thread loads would wait for it for ever
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Kernel:
         """Whether this process has it already."""
         return (self.source, self.target) in _modules
 
-    def compile(self, root: Path | None = None) -> cache.Entry:
+    def compile(self, root: Path | None = None) -> store.Entry:
         """Builds without loading for use: in ``root``, or in the cache. Needs no GPU.
 
         Raises:
@@ -52,7 +61,7 @@ class Kernel:
         """
         return cache.obtain(self.source, self.target, root)
 
-    def find(self) -> cache.Entry | None:
+    def find(self) -> store.Entry | None:
         """The entry that `load` would take, or None where it would compile."""
         return cache.find(self.source, self.target)
 
