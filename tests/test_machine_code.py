@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from jit_kernels.dispatch import OPERATORS
 from jit_kernels.jit.arch import Target
+from jit_kernels.jit.loader import Kernel
 
 TARGETS = ("sm_90a", "sm_100a")
 BUILDS = [
@@ -58,10 +60,20 @@ def instructions(sass: str) -> set[str]:
     return set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.M))
 
 
+@pytest.fixture(scope="module")
+def entries(shared_cache):
+    """All builds, two at a time; those that TEST_PREBUILT_KERNELS names a folder of are taken from there."""
+    prebuilt = os.environ.get("TEST_PREBUILT_KERNELS", "")
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setenv("JIT_KERNELS_PREBUILT_DIR", prebuilt)
+        kernels = [OPERATORS[name].build(Target.parse(target), *parameters) for name, parameters, target in BUILDS]
+        return dict(zip(BUILDS, pool.map(Kernel.compile, kernels), strict=True))
+
+
 @pytest.fixture(scope="module", params=BUILDS, ids=lambda build: "-".join([build[0], *map(str, build[1]), build[2]]))
-def build(request, shared_cache):
+def build(request, entries):
     name, parameters, target = request.param
-    entry = OPERATORS[name].build(Target.parse(target), *parameters).compile()
+    entry = entries[request.param]
     meta = entry.meta
     return name, parameters, target, meta, instructions(disassemble(entry.folder / meta["library"]))
 
@@ -124,7 +136,7 @@ def test_spills(build):
 
 
 @pytest.mark.parametrize("head_dim", [128, 64])
-def test_two_blocks_fit_a_multiprocessor(head_dim, shared_cache):
+def test_two_blocks_fit_a_multiprocessor(head_dim, entries):
     """The float64 kernel of 256 threads counts on a second block to fill its waits: 65,536 registers for two."""
-    meta = OPERATORS["vdn_delta_factors"].build(Target.parse("sm_90a"), head_dim, "fp64_tensor").compile().meta
+    meta = entries["vdn_delta_factors", (head_dim, "fp64_tensor"), "sm_90a"].meta
     assert all(use["registers"] <= 128 for use in meta["kernels"].values())

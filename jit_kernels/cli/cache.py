@@ -52,7 +52,7 @@ class Row:
             meta = entry.meta
             return cls(entry, " ".join(meta["args"]), meta["target"], meta["version"], meta["created"], meta["size"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            name = f"{folder.name} (damaged: {type(error).__name__})"
+            name = f"{folder.name.rsplit('-', 2)[0]} (damaged: {type(error).__name__})"
             return cls(entry, name, folder.parent.name, folder.parent.parent.name, "", 0)
 
     @property

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -110,30 +111,36 @@ def examine() -> Iterator[Finding]:
     yield from _calls()
 
 
-def _targets() -> list[Target]:
-    return list(dict.fromkeys(Target.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())))
-
-
 def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
         yield Finding(
             "GPU",
             "note",
-            f"none usable ({built}): every call runs the torch fallback",
+            f"none usable ({_why_no_gpu()}): every call runs the torch fallback",
             "on a machine with an NVIDIA GPU: check the driver (nvidia-smi) and that torch's CUDA is not newer than it",
         )
         return
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
+        name = torch.cuda.get_device_properties(index).name
         target = Target.of(torch.device("cuda", index))
-        fit = target.major >= 9
-        yield Finding(
-            f"cuda:{index}",
-            "ok" if fit else "note",
-            f"{properties.name}, {target}" + ("" if fit else ": the fused kernels need sm_90 or newer"),
-            "" if fit else "calls on this device run the torch fallback",
-        )
+        if target.major >= 9:
+            yield Finding(f"cuda:{index}", "ok", f"{name}, {target}")
+        else:
+            found = f"{name}, {target}: the fused kernels need sm_90 or newer, so calls on it run the torch fallback"
+            yield Finding(f"cuda:{index}", "note", found, OLD_GPU)
+
+
+OLD_GPU = "nothing, or a GPU of sm_90 or newer: the fallback keeps the same promises, more slowly"
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return "torch is built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return f"torch is built for CUDA {torch.version.cuda}; {str(error).splitlines()[0]}"
+    return f"torch is built for CUDA {torch.version.cuda}"
 
 
 def _tools() -> Iterator[Finding]:
@@ -168,42 +175,48 @@ def _places() -> Iterator[Finding]:
             yield Finding("prebuilt kernels", "ok", str(overlay))
         else:
             yield Finding("prebuilt kernels", "problem", f"{overlay} is no folder", "correct JIT_KERNELS_PREBUILT_DIR")
-    root = store.roots()[0]
+    choose = "set JIT_KERNELS_CACHE_DIR to a folder that can be written"
+    root = store.default_root()
+    if root is None:
+        yield Finding("cache", "note", f"there is no home folder: kernels are kept in {store.roots()[0]}", choose)
+        return
     try:
-        existing = next(path for path in (root, *root.parents) if path.exists())
-        if existing == root:
-            store.require_trusted(root)
-        writable = os.access(existing, os.W_OK)
-    except PermissionError:
-        writable = False
+        store.trusted_roots()
+        writable = all(_can_be_made(store.shelf(root, target)) for target in Target.of_all_devices()) and _can_be_made(
+            root
+        )
     except UntrustedCacheError as error:
         yield Finding("cache", "problem", error.cause, error.cure)
         return
     if writable:
         yield Finding("cache", "ok", str(root))
     else:
-        yield Finding(
-            "cache",
-            "note",
-            f"{root} can't be written: new kernels go to {store.roots()[-1]}",
-            "set JIT_KERNELS_CACHE_DIR to a folder that can be",
-        )
+        where = f"{root} can't be written: new kernels go to {store.roots()[-1]}"
+        yield Finding("cache", "note", where, choose)
+
+
+def _can_be_made(folder: Path) -> bool:
+    """Whether the folder can be written, or made in the deepest one there is above it."""
+    try:
+        return os.access(next(path for path in (folder, *folder.parents) if path.exists()), os.W_OK)
+    except PermissionError:
+        return False
 
 
 def _calls() -> Iterator[Finding]:
     """For each operator and each build that users need: what the first call does."""
     for operator in OPERATORS.values():
-        for target in _targets():
+        for target in Target.of_all_devices():
             for parameters in operator.warmup:
                 label = " ".join([operator.name, *(f"{key}={value}" for key, value in parameters.items())])
                 yield _first_call(f"{label} on {target}", operator.build(target, **parameters), operator.name)
-        if not _targets():
+        if not Target.of_all_devices():
             yield Finding(operator.name, "note", "runs the torch fallback: there is no GPU")
 
 
 def _first_call(what: str, kernel: Any, name: str) -> Finding:
     if kernel.target.major < 9:
-        return Finding(what, "note", "runs the torch fallback: the fused kernels need sm_90 or newer")
+        return Finding(what, "note", "runs the torch fallback: the fused kernels need sm_90 or newer", OLD_GPU)
     warm = f"jit-kernels warmup {name} --arch {kernel.target}"
     try:
         if kernel.require_available():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import click
-import torch
 
 from jit_kernels.cli.arguments import Targets, operators_argument
 from jit_kernels.cli.output import emit, json_option, rows
@@ -56,6 +56,8 @@ def list_operators(operators: tuple[Operator, ...], arch: tuple[Target, ...], as
 
 
 def _targets() -> tuple[Target, ...]:
-    devices = [Target.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-    cached = [Target.parse(entry.folder.parent.name) for entry in store.listing()]
-    return tuple(sorted({*devices, *cached}))
+    found = set(Target.of_all_devices())
+    for entry in store.listing():
+        with suppress(ValueError):  # a folder of somebody else's making
+            found.add(Target.parse(entry.folder.parent.name))
+    return tuple(sorted(found))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from jit_kernels.cli.arguments import Targets, operators_argument
 from jit_kernels.cli.output import emit, json_option, progress, rows, size
@@ -60,9 +59,7 @@ def warmup(
     **parameters: tuple[int, ...],
 ) -> None:
     """Compile operators' kernels ahead of their first call. Needs no GPU where --arch names the targets."""
-    targets = arch or tuple(
-        dict.fromkeys(Target.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
-    )
+    targets = arch or tuple(Target.of_all_devices())
     if not targets:
         raise click.UsageError("this machine has no GPU: name what to build for, such as --arch sm_90a")
     kernels: dict[Kernel, tuple[str, str]] = {}

@@ -60,6 +60,12 @@ class Target:
             raise ValueError("there is no CUDA device to take the arch target from: name it, as in target='sm_90a'")
         return cls.of(torch.device("cuda", torch.cuda.current_device()))
 
+    @classmethod
+    def of_all_devices(cls) -> list[Target]:
+        """The targets of this machine's usable GPUs, each once; none where the driver is too old for torch."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return list(dict.fromkeys(cls.of(torch.device("cuda", index)) for index in range(count)))
+
     @property
     def flags(self) -> list[str]:
         name = str(self)[3:]

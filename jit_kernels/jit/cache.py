@@ -14,8 +14,6 @@ import json
 import os
 import re
 import shutil
-import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -40,15 +38,16 @@ from jit_kernels.jit.source import Source
 from jit_kernels.jit.store import (
     META,
     Entry,
-    default_root,
     discard,
     entries,
     load_library,
     lock,
+    private_folder,
     require_trusted,
     roots,
     shelf,
     sweep,
+    trusted_roots,
     warn,
     writable_shelf,
 )
@@ -91,7 +90,7 @@ def load(source: Source, target: Target) -> Any:
             return entry.load()
         except LoadError as error:
             _warn_of(entry, error)
-    return _make(source, target, None).load()
+    return _make(source, target, None)[1]
 
 
 def obtain(source: Source, target: Target, root: Path | None = None) -> Entry:
@@ -107,7 +106,7 @@ def obtain(source: Source, target: Target, root: Path | None = None) -> Entry:
                 return entry
             except LoadError as error:
                 _warn_of(entry, error)
-    return _make(source, target, root)
+    return _make(source, target, root)[0]
 
 
 def require_compiler(source: Source, target: Target) -> toolchain.Toolchain:
@@ -134,15 +133,7 @@ def _candidates(source: Source, target: Target) -> Iterator[Entry]:
     if env.COMPILE.get() != "never":
         with suppress(ToolchainError):
             compilers = _fingerprint(toolchain.find(target, probe()))
-    for root in roots():
-        try:
-            require_trusted(root)
-        except UntrustedCacheError:
-            if root == default_root():
-                raise
-            continue  # anybody can make a folder in the temporary one; it is refused where it would be used
-        except OSError:
-            continue
+    for root in trusted_roots():
         for entry in entries(shelf(root, target), name):
             if compilers is None or entry.folder.name == name + compilers:
                 yield entry
@@ -150,24 +141,28 @@ def _candidates(source: Source, target: Target) -> Iterator[Entry]:
 
 def _warn_of(entry: Entry, error: LoadError) -> None:
     # It is removed where it is built again, under the lock: by now another process may have mended it.
-    warn(f"{error.cause}; " + ("looking on" if entry.prebuilt else "building it again"))
+    if entry.folder.exists():  # and not taken away by `remove` just now
+        warn(f"{error.cause}; " + ("looking on" if entry.prebuilt else "building it again"))
 
 
-def _make(source: Source, target: Target, root: Path | None) -> Entry:
+def _make(source: Source, target: Target, root: Path | None) -> tuple[Entry, Any]:
+    """The entry and its module, loaded before anybody could remove it again."""
     tools = require_compiler(source, target)
     folder = writable_shelf(roots() if root is None else [root], target)
     probe().save()
-    name = f"{source.name}-{source.key(target)}-{_fingerprint(tools)}"
-    entry = Entry(folder / name)
+    entry = Entry(folder / f"{source.name}-{source.key(target)}-{_fingerprint(tools)}")
     try:
         sweep(folder)
         with lock(entry.lock, env.BUILD_TIMEOUT.get()):
             if entry.folder.exists():  # another process was faster
-                if not _damaged(entry):
-                    return entry
-                discard(entry)
+                try:
+                    return entry, entry.load()
+                except LoadError:
+                    discard(entry)
             _build(source, target, tools, entry)
+            module = entry.load()
         sweep(folder)  # again: the compilers of a killed build may have gone on for a while
+        return entry, module
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFullError(
@@ -176,12 +171,10 @@ def _make(source: Source, target: Target, root: Path | None) -> Entry:
         raise CacheError(
             f"{folder} can't be used: {error}", "set JIT_KERNELS_CACHE_DIR to a folder of your own"
         ) from error
-    return entry
 
 
 def _build(source: Source, target: Target, tools: toolchain.Toolchain, entry: Entry) -> None:
-    prefix = f".staging-{socket.gethostname()}-{entry.folder.name}-"
-    staging = Path(tempfile.mkdtemp(prefix=prefix, dir=entry.folder.parent))
+    staging = private_folder(entry.folder.parent, "staging")
     try:
         started = time.perf_counter()
         library = build.compile_library(source, target, tools, staging, env.BUILD_TIMEOUT.get())

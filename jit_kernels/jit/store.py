@@ -189,7 +189,7 @@ def entries(folder: Path, prefix: str, prebuilt: bool = False) -> list[Entry]:
 def discard(entry: Entry) -> None:
     """Takes an entry out of the way first, so that nobody meets half of it; what can't be removed is left."""
     with suppress(OSError):
-        aside = Path(tempfile.mkdtemp(prefix=".discarded-", dir=entry.folder.parent))
+        aside = private_folder(entry.folder.parent, "discarded")
         os.rename(entry.folder, aside / "entry")
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -209,7 +209,7 @@ os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 @contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     _descriptors.add(descriptor)
     try:
         yield descriptor
@@ -252,23 +252,62 @@ def lock(path: Path, timeout: float) -> Iterator[bool]:
         yield held
 
 
-def sweep(folder: Path) -> None:
-    """Removes from a shelf what killed builds left there: staging folders of entries that nobody is building."""
-    prefix = f".staging-{socket.gethostname()}-"
-    for left in folder.glob(f"{prefix}*"):
-        name = left.name[len(prefix) :].rpartition("-")[0]
-        with suppress(LockTimeoutError, OSError), lock(folder / f".{name}.lock", 0) as alone:
-            if alone:
+def _machine() -> str:
+    """Stands for this boot of this machine and this container: where process ids mean the same."""
+    boot = read(Path("/proc/sys/kernel/random/boot_id")).strip()
+    return hashlib.sha256(f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:8]
+
+
+def private_folder(shelf: Path, kind: str) -> Path:
+    """A new folder for this process alone, whose name tells `sweep` whose it is."""
+    return Path(tempfile.mkdtemp(prefix=f".{kind}-{_machine()}-{os.getpid()}-", dir=shelf))
+
+
+def sweep(shelf: Path) -> None:
+    """Removes the private folders that killed processes left: at once those of dead ones here, others with time."""
+    for left in shelf.glob(".*-*-*-*"):
+        match = re.fullmatch(r"\.(?:staging|discarded)-(\w+)-(\d+)-\w+", left.name)
+        if not match:
+            continue
+        with suppress(OSError):
+            dead = match[1] == _machine() and not Path("/proc", match[2]).exists()
+            if dead or time.time() - left.stat().st_mtime > 2 * env.BUILD_TIMEOUT.get():
                 shutil.rmtree(left, ignore_errors=True)
 
 
+def trusted_roots() -> list[Path]:
+    """The places that exist and that nobody else can write.
+
+    Raises:
+        UntrustedCacheError: the configured place can't be trusted. One in the temporary folder, where anybody can
+            make one, is passed over; it is refused where it would be written.
+    """
+    found = []
+    for root in roots():
+        try:
+            require_trusted(root)
+        except UntrustedCacheError:
+            if root == default_root():
+                raise
+            continue
+        except OSError:
+            continue
+        found.append(root)
+    return found
+
+
 def listing() -> Iterator[Entry]:
-    """Everything that lies in the cache and in the prebuilt folders, of any version and target."""
-    places = [(root, True) for root in env.PREBUILT_DIR.get()] + [(root, False) for root in roots()]
+    """Everything that lies in the cache and in the prebuilt folders, of any version and target.
+
+    Raises:
+        UntrustedCacheError: as `trusted_roots`.
+    """
+    places = [(root, True) for root in env.PREBUILT_DIR.get()] + [(root, False) for root in trusted_roots()]
     for root, prebuilt in places:
         with suppress(PermissionError):
-            for meta in sorted(root.glob(f"*/*/[!.]*/{META}")):
-                yield Entry(meta.parent, prebuilt)
+            for folder in sorted(root.glob("*/*/[!.]*-*-*")):
+                if folder.is_dir():
+                    yield Entry(folder, prebuilt)
 
 
 def remove(entries: Iterable[Entry]) -> list[Entry]:
@@ -281,7 +320,7 @@ def remove(entries: Iterable[Entry]) -> list[Entry]:
         OSError: an entry can't be removed.
     """
     removed = []
-    for root in roots():
+    for root in trusted_roots():
         for folder in root.glob("*/*"):
             sweep(folder)
     for entry in entries:
