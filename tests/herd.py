@@ -31,7 +31,7 @@ class Child:
                 except BaseException as error:
                     report = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
                 with open(end, "w") as file:
-                    json.dump(report, file)
+                    file.write(json.dumps(report) + "\n")
                 status = 0
             finally:
                 os._exit(status)
@@ -42,7 +42,7 @@ class Child:
     def join(self, timeout: float) -> dict[str, Any]:
         """What it reported: ``result`` or ``error``; killed where it doesn't within the time, which is an ``error``."""
         text, deadline = b"", time.monotonic() + timeout
-        while True:
+        while not text.endswith(b"\n"):  # not to its end: what it forked has the pipe too
             ready, _, _ = select.select([self._pipe], [], [], max(0, deadline - time.monotonic()))
             if not ready:
                 self.kill()
@@ -52,10 +52,12 @@ class Child:
                 break
             text += piece
         self._reap()
+        os.close(self._pipe)
         return json.loads(text) if text else {"error": "ended without an answer"}
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        if not self.gone:
+            os.kill(self.pid, signal.SIGKILL)
         self._reap()
 
     def freeze(self) -> bool:
@@ -69,9 +71,6 @@ class Child:
         if not self.gone:
             os.waitpid(self.pid, 0)
             self.gone = True
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
 
 
 class Gate:

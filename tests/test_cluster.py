@@ -25,7 +25,7 @@ import herd
 import pytest
 
 import jit_kernels
-from jit_kernels.jit import cache, toolchain
+from jit_kernels.jit import cache, store, toolchain
 from jit_kernels.jit.arch import Target
 from jit_kernels.jit.loader import kernel
 
@@ -80,12 +80,12 @@ def answer(path: str, name: str) -> int:
     return jit_kernels.load_jit(name, cpp_files=[path], header_only=False, target="sm_90a").answer()
 
 
-def wanted(path: str | Path, name: str) -> cache.Entry:
+def wanted(path: str | Path, name: str) -> store.Entry:
     """Where the entry of `answer` will lie."""
     source = kernel(name, cpp_files=[path], header_only=False, target=HOPPER).source
     tools = toolchain.find(HOPPER, toolchain.Probe())
-    folder = cache.shelf(cache.roots()[0], HOPPER)
-    return cache.Entry(folder / f"{source.name}-{source.key(HOPPER)}-{cache._fingerprint(tools)}")
+    folder = store.shelf(store.roots()[0], HOPPER)
+    return store.Entry(folder / f"{source.name}-{source.key(HOPPER)}-{cache._fingerprint(tools)}")
 
 
 def entries(root: Path) -> list[Path]:
@@ -107,25 +107,21 @@ def crash(paths: list[str], seed: int) -> dict[str, Any]:
     phases: Counter[str] = Counter()
     kills = hits = wrong = 0
     faults, longest = [], 0.0
-    root = cache.roots()[0]
-    usual = 0.0  # seconds from the lock to the entry, known once the first rounds were left alone
+    root = store.roots()[0]
+    span = 0.2  # seconds within which a builder is killed: grows and shrinks to what a build takes here
     for number, path in enumerate(paths):
         name, entry = f"answer{number}", wanted(path, f"answer{number}")
         ranks = [herd.Child(answer, path, name) for _ in range(RANKS)]
-        if number < 3:
-            _builder(ranks, entry)
-            begin = time.monotonic()
-            while not entry.folder.exists():
-                time.sleep(0.001)
-            usual = max(usual, time.monotonic() - begin)
         for _ in range(KILLS_A_ROUND):
             if (builder := _builder(ranks, entry)) is None:
                 break
-            time.sleep(chance.uniform(0, 2 * usual))
-            if not builder.freeze():  # it was faster
+            time.sleep(chance.uniform(0, chance.choice((span / 5, span))))  # early and late phases alike
+            if entry.folder.exists() or not builder.freeze():  # it was faster
+                span *= 0.7
                 continue
+            span *= 1.1
             held = herd.lock_holder(str(entry.lock)) == builder.pid
-            phases[_phase(entry) if held else "published, waiting to load"] += 1
+            phases[_phase(entry, builder.pid) if held else "published, waiting to load"] += 1
             builder.kill()
             ranks.remove(builder)
             kills += 1
@@ -147,14 +143,14 @@ def crash(paths: list[str], seed: int) -> dict[str, Any]:
         "wrong": wrong,
         "faults": faults,
         "longest": round(longest, 2),
-        "usual": round(usual, 2),
+        "span": round(span, 2),
         "rounds": number + 1,
         "entries": len(entries(root)),
         "staged": staged(root),
     }
 
 
-def _builder(ranks: list[herd.Child], entry: cache.Entry) -> herd.Child | None:
+def _builder(ranks: list[herd.Child], entry: store.Entry) -> herd.Child | None:
     """The rank that holds the lock, as soon as one does; None once the entry is published."""
     deadline = time.monotonic() + LOCK_TIMEOUT
     while not entry.folder.exists():
@@ -167,10 +163,10 @@ def _builder(ranks: list[herd.Child], entry: cache.Entry) -> herd.Child | None:
     return None
 
 
-def _phase(entry: cache.Entry) -> str:
+def _phase(entry: store.Entry, pid: int) -> str:
     if entry.folder.exists():
         return "published, lock still held"
-    names = {path.name for left in entry.folder.parent.glob(".staging-*") for path in left.glob("*")}
+    names = {path.name for left in entry.folder.parent.glob(f".staging-*-{pid}-*") for path in left.glob("*")}
     if "meta.json" in names:
         return "meta written"
     if any(name.endswith(".so") for name in names):
@@ -429,7 +425,10 @@ def hosts(path: str, names: list[str], ranks: int) -> list[Any]:
     entry = wanted(path, "shared")
     entry.folder.parent.mkdir(parents=True, mode=0o700)
     entry.lock.touch()
-    leaders = [herd.Child(_host, path, name, str(entry.lock), ranks) for name in names]
+    leaders = []
+    for name in names:
+        leaders.append(herd.Child(_host, path, name, str(entry.lock), ranks))
+        time.sleep(0.4)  # the second comes while the first one builds
     return [leader.join(LOCK_TIMEOUT) for leader in leaders]
 
 
@@ -448,7 +447,11 @@ def _host(path: str, name: str, lock: str, ranks: int) -> list[Any] | None:
     return [child.join(LOCK_TIMEOUT) for child in children]
 
 
-@pytest.mark.parametrize("names", [["node-a", "node-b"], ["node", "node"]], ids=["", "of one name"])
+@pytest.mark.parametrize(
+    "names",
+    [["a", "b"], ["node", "node"], ["node", "node-a"], ["node-a", "node"]],
+    ids=["of two names", "of one name", "whose names begin alike", "whose names begin alike, the other first"],
+)
 def test_two_hosts_whose_locks_do_not_meet(harness, isolated_cache, tmp_path, answer_source, compilations, names):
     """As NFS without a lock daemon. Needs the right to unshare mounts (root)."""
     counting(Path(os.environ["CXX"]), tmp_path / "compilations", shutil.which("c++"), "sleep 1")
@@ -500,7 +503,7 @@ def fork_during_build(path: str, signal_file: str, kill: bool) -> dict[str, Any]
         else:
             Path(os.environ["SLOW"]).unlink()
             assert rank.join(LOCK_TIMEOUT) == {"result": 14}
-            cache.discard(entry)
+            store.discard(entry)
         begin = time.monotonic()
         report = herd.Child(answer, path, "forked").join(20)
         return report | {"seconds": round(time.monotonic() - begin, 2)}
