@@ -182,9 +182,8 @@ def _places() -> Iterator[Finding]:
         return
     try:
         store.trusted_roots()
-        writable = all(_can_be_made(store.shelf(root, target)) for target in Target.of_all_devices()) and _can_be_made(
-            root
-        )
+        shelves = [store.shelf(root, target) for target in Target.of_all_devices()]
+        writable = all(map(_can_be_made, [root / __version__, *shelves]))
     except UntrustedCacheError as error:
         yield Finding("cache", "problem", error.cause, error.cure)
         return
