@@ -220,6 +220,33 @@ def test_clean_spares_what_is_locked_by_a_build_or_a_load(stocked):
     assert sorted(document("cache", "clean")["removed"]) == sorted([str(alpha), str(beta)])
 
 
+@pytest.mark.compiler
+def test_clean_spares_what_is_being_loaded(isolated_cache, tmp_path, answer_source, start_python):
+    """A library that takes its time to start up, as long as a file lies there."""
+    slow = tmp_path / "slow"
+    head = f"""#include <unistd.h>
+__attribute__((constructor)) static void start_up() {{ while (!access("{slow}", F_OK)) usleep(10000); }}
+"""
+    path = answer_source(tmp_path, 42, head=head)
+    entry = answer_kernel(path, "slow").compile()
+    slow.touch()
+    options = f"cpp_files=[{str(path)!r}], header_only=False, target='sm_90a'"
+    process = start_python(f"import jit_kernels\nprint(jit_kernels.load_jit('slow', {options}).answer())")
+    try:
+        maps, deadline = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 30
+        while "slow.so" not in maps.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert document("cache", "clean")["removed"] == []
+        assert entry.folder.exists()
+    finally:
+        slow.unlink()
+    out, err = process.communicate(timeout=30)
+    assert out == "42\n", err
+    assert document("cache", "clean")["removed"] == [str(entry.folder)]
+
+
 CLEAN_FOR, RANKS = 8.0, 3
 
 

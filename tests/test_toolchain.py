@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from jit_kernels.jit import toolchain
 from jit_kernels.jit.arch import Target
@@ -349,7 +350,15 @@ def test_what_is_no_arch_target_is_refused_with_an_example(text):
         Target.parse(text)
 
 
+def test_the_target_is_that_of_the_tensors_own_device(monkeypatch):
+    """Not of the first one that a tool lists, nor of the current one."""
+    capabilities = {0: (10, 0), 1: (9, 0), 2: (8, 6)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[torch.device(device).index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert [str(Target.of(torch.device("cuda", index))) for index in range(3)] == ["sm_100a", "sm_90a", "sm_86"]
+
+
 @pytest.mark.gpu
-def test_the_target_is_that_of_the_tensors_own_device(target):
+def test_the_target_of_a_real_device(target):
     assert target.major >= 9
     assert target.suffix == "a"
