@@ -77,9 +77,9 @@ def test_a_hits_own_work_is_at_most_5_ms(isolated_cache, tmp_path, answer_source
     assert own_milliseconds(run_python, "toy", path) <= 5
 
 
-def test_so_is_that_of_a_real_kernel(shared_cache, run_python):
+@pytest.mark.parametrize("name", jit_kernels.dispatch.OPERATORS)
+def test_so_is_that_of_a_real_kernel(shared_cache, run_python, name):
     """Whose sources and headers are read for the key, and whose library of a megabyte is hashed."""
-    name = "mhc_pre_h_aggregate"
     operator(name).compile()
     assert own_milliseconds(run_python, "operator", name) <= 5
 
