@@ -153,7 +153,7 @@ print(json.dumps({
     "path": list(jit_kernels.__path__),
     "modules": [m.__file__ for name, m in sys.modules.items() if name.startswith("jit_kernels") and m.__file__],
     "keys": {name: source.key(target) for name, source in builds.items()},
-    "sources": [str(path) for source in builds.values() for path in source.files().values()],
+    "sources": [str(path) for source in builds.values() for path, _ in source.scan().values()],
 }))
 """
 

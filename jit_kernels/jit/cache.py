@@ -227,7 +227,7 @@ def _check_scan(source: Source, tools: toolchain.Toolchain, staging: Path) -> No
     # What lies in these folders stands in the key by version, or is made by the build itself.
     known = [staging, *tools.include_dirs, *source.include_dirs()[len(source.scanned_dirs()) :]]
     known = [folder.resolve() for folder in known]
-    scanned = {path.resolve() for path in source.files().values()}
+    scanned = {Path(path).resolve() for path, _ in source.scan().values()}
     missed = [path for path in opened if path not in scanned and not any(path.is_relative_to(f) for f in known)]
     if missed:
         raise CompileError(

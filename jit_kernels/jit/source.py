@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import posixpath
 import re
 from collections.abc import Callable
@@ -122,34 +123,45 @@ class Source:
             flags += [f"-L{cudart_dir}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         return [*flags, *self.extra_ldflags]
 
-    def files(self) -> dict[str, Path]:
-        """The sources and every header that they reach through the scanned folders, by a name free of location.
+    def scan(self) -> dict[str, tuple[str, str]]:
+        """(file, hash of its content) of the sources and of every header that they reach through the scanned folders,
+        by a name free of location.
 
-        The scan is textual and ignores conditions, so it finds too much rather than too little;
-        a build is checked against it by what the compiler really opened.
+        The scan is textual and ignores conditions, so it finds too much rather than too little; a build is checked
+        against it by what the compiler really opened. A warm start's time is spent here: plain strings, each file
+        read once, each name looked for once.
         """
-        reached: dict[str, Path] = {}
+        folders = [str(folder) for folder in self.scanned_dirs()]
+        reached: dict[str, tuple[str, str]] = {}
+        known: dict[str, tuple[str, str] | None] = {}  # name in the key and file of a header looked for in the folders
         sources = (*self.cpp_files, *self.cuda_files)
-        queue = [(f"source {i}:/{path.name}", path) for i, path in enumerate(sources)]
+        queue = [(f"source {i}:/{path.name}", str(path)) for i, path in enumerate(sources)]
         while queue:
             name, path = queue.pop()
             if name in reached:
                 continue
-            reached[name] = path
-            for quote, spelled in _INCLUDE.findall(path.read_bytes()):
+            with open(path, "rb") as file:
+                content = file.read()
+            reached[name] = (path, hashlib.sha256(content).hexdigest())
+            for quote, spelled in _INCLUDE.findall(content):
                 header = spelled.decode(errors="replace")
                 # Beside the including file first, then in the folders, as the compiler does.
-                places = [(posixpath.join(posixpath.dirname(name), header), path.parent / header)]
-                places = places if quote == b'"' else []
-                places += [(f"{i}:/{header}", folder / header) for i, folder in enumerate(self.scanned_dirs())]
-                queue += [(posixpath.normpath(label), file) for label, file in places if file.is_file()][:1]
+                beside = os.path.join(os.path.dirname(path), header)
+                if quote == b'"' and os.path.isfile(beside):
+                    queue.append((posixpath.normpath(posixpath.join(posixpath.dirname(name), header)), beside))
+                    continue
+                if header not in known:
+                    places = ((f"{i}:/{header}", os.path.join(folder, header)) for i, folder in enumerate(folders))
+                    known[header] = next(((posixpath.normpath(n), p) for n, p in places if os.path.isfile(p)), None)
+                if place := known[header]:
+                    queue.append(place)
         return reached
 
     def key(self, target: Target) -> str:
         """Stands for all but the compilers: name, template arguments, exports, contents, flags, arch, versions."""
         import tvm_ffi
 
-        contents = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files().items()}
+        contents = {name: digest for name, (_, digest) in self.scan().items()}
         parts = {
             "package": __version__,
             "tvm_ffi": tvm_ffi.__version__,

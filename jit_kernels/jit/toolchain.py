@@ -29,6 +29,10 @@ CURE = (
     "or use kernels built elsewhere through JIT_KERNELS_PREBUILT_DIR"
 )
 
+_HERE = re.compile(r"^#\$ _HERE_=(.+)$", re.M)
+_RELEASE = re.compile(r"release (\d+)\.(\d+)")
+_BUILD = re.compile(r"V[\d.]+")
+
 
 class Probe:
     """Remembers what programs answered, by path, size and time of change, so that a warm start runs none."""
@@ -152,7 +156,7 @@ def toolkit_of(nvcc: Path, probe: Probe) -> Path:
     """The toolkit behind an nvcc on PATH: the folder that nvcc itself says it works from."""
     with suppress(OSError, subprocess.SubprocessError):
         # A dry run prints nvcc's own settings; _HERE_ is the folder of the real program, behind any wrapper.
-        match = re.search(r"^#\$ _HERE_=(.+)$", probe.output(nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"), re.M)
+        match = _HERE.search(probe.output(nvcc, "--dryrun", "-E", "-x", "cu", "/dev/null"))
         if match:
             return Path(match[1]).parent
     return nvcc.resolve().parent.parent
@@ -165,7 +169,12 @@ def inspect(origin: str, root: Path, target: Target | None, probe: Probe) -> Too
         return Refusal(origin, str(root), reason)
 
     def first(*patterns: str) -> Path | None:
-        return next((path for pattern in patterns for path in sorted(root.glob(pattern))), None)
+        for pattern in patterns:
+            if "*" not in pattern and (root / pattern).exists():
+                return root / pattern
+            if "*" in pattern and (found := sorted(root.glob(pattern))):
+                return found[0]
+        return None
 
     found = {}
     for what, patterns in {
@@ -196,7 +205,7 @@ def inspect(origin: str, root: Path, target: Target | None, probe: Probe) -> Too
         text = probe.output(nvcc, "--version")
     except (OSError, subprocess.SubprocessError) as error:
         return refuse(f"{nvcc} --version failed: {error}")
-    release = re.search(r"release (\d+)\.(\d+)", text)
+    release = _RELEASE.search(text)
     if release is None:
         return refuse(f"{nvcc} --version names no release: {text.strip()[:200]!r}")
     version = (int(release[1]), int(release[2]))
@@ -213,7 +222,7 @@ def inspect(origin: str, root: Path, target: Target | None, probe: Probe) -> Too
     except (OSError, subprocess.SubprocessError) as error:
         return refuse(f"the host compiler does not run: {error}")
 
-    builds = re.search(r"V[\d.]+", text)
+    builds = _BUILD.search(text)
     return Toolchain(
         root=root,
         origin=origin,
