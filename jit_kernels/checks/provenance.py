@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "commit": _output("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=12"),
         "csrc": sources_hash(),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        # Without this machine's folders.
+        "command": " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tvm_ffi": tvm_ffi.__version__,
