@@ -506,9 +506,8 @@ def test_an_operator_has_one_name_in_every_folder(name):
     assert hasattr(torch.ops.jit_kernels, name)
     assert importlib.util.find_spec(f"jit_kernels.fallbacks.{name}")
     assert (CSRC / f"{name}.cuh").is_file()
-    root = Path(__file__).parent.parent
-    assert (root / "tests" / f"test_{name}.py").is_file()
-    assert (root / "bench" / f"{name}.py").is_file()
+    assert importlib.util.find_spec(f"jit_kernels.bench.{name}")
+    assert (Path(__file__).parent / f"test_{name}.py").is_file()
 
 
 def test_the_registry_holds_the_operators_files_and_nothing_else():
