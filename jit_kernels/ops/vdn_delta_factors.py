@@ -317,20 +317,6 @@ def fused_backward(
     return fallback.gradients(inverse, grad_T, grad_J, B, alpha, a_scale, b_scale, output_mask)
 
 
-def fallback_backward(
-    grad_T: Tensor,
-    grad_J: Tensor,
-    A: Tensor,
-    B: Tensor,
-    alpha: Tensor,
-    a_scale: float,
-    b_scale: float,
-    output_mask: list[bool],
-    precision: str | None,
-) -> tuple[Tensor, ...]:
-    return fallback.backward(grad_T, grad_J, A, B, alpha, a_scale, b_scale, output_mask)
-
-
 def no_double_backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
     raise NotImplementedError("vdn_delta_factors can be differentiated once: it has no double backward")
 
@@ -344,7 +330,7 @@ BACKWARD = Operator(
     outputs=outputs_backward,
     build=build,
     fused=fused_backward,
-    fallback=fallback_backward,
+    fallback=lambda *args: fallback.backward(*args[:-1]),  # which has one arithmetic, whatever the precision
     gradient=no_double_backward,
     core_ndim=2,
     public=False,
