@@ -89,7 +89,9 @@ struct Eight {
 };
 
 // A stride known to be 1 makes the scalar path's eight addresses one register and constant offsets.
-using Unit = std::integral_constant<int64_t, 1>;
+struct Unit {
+  __host__ __device__ constexpr operator int64_t() const { return 1; }
+};
 
 // Vector path: the eight lie inside the row. Scalar path: elements past the row's end read as 0.
 // Plain loads: ld.global.nc would promise that no other kernel writes while this one runs, which it may not have

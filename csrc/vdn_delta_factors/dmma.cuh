@@ -27,19 +27,36 @@ __device__ __forceinline__ double negated(double x) {
   return __hiloint2double(__double2hiint(x) ^ static_cast<int>(0x80000000u), __double2loint(x));
 }
 
-// One warp waits for another: `threads` counts both.
-__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // All `threads` of the block, each warp from the branch it is in: bar.sync and __syncthreads want one and the same
 // instruction of all of them.
 __device__ __forceinline__ void barrier_meet(int threads) {
   asm volatile("barrier.sync 0, %0;" ::"r"(threads) : "memory");
 }
+
+// One warp waits for what the 32 threads of another have written. A barrier in shared memory, because racecheck loses
+// count of bar.sync where only a part of the block meets.
+class Handover {
+ public:
+  __device__ explicit Handover(void* shared)
+      : address_(static_cast<unsigned>(__cvta_generic_to_shared(shared))) {}
+  // By one thread, before all others go on.
+  __device__ void open() const { asm volatile("mbarrier.init.shared::cta.b64 [%0], 32;" ::"r"(address_) : "memory"); }
+  __device__ void signal() const {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address_) : "memory");
+  }
+  // For the n-th signal, n = 0, 1, ..., when all before it have been waited for.
+  __device__ void wait(int n) const {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\t"
+        "again:\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+        "@!done bra again;\n\t}" ::"r"(address_), "r"(n & 1)
+        : "memory");
+  }
+
+ private:
+  unsigned address_;
+};
 
 // The value, but unknown to the compiler: what is computed from it inside a loop stays there, out of the registers.
 __device__ __forceinline__ int opaque(int x) {

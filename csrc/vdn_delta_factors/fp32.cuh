@@ -81,23 +81,24 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace fp32
 
-template <int kDim>
+template <int kDim, bool kVectors>
 void launch_fp32(const Arguments& args, int device, cudaStream_t stream) {
-  if (args.count == 0) return;
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute(MultiProcessorCount)");
+  const int multiprocessors = jit_kernels::multiprocessors(device);
   // Matrices that would leave half of the multiprocessors idle or more are shared by two teams.
   const int64_t round = multiprocessors * (kDim == 128 ? 1 : int64_t{fp32::Shape<kDim>::kTeams});
   const int64_t rest = args.count % round;
   const int64_t whole = 2 * rest <= multiprocessors ? args.count - rest : args.count;
   const fp32::Plan plan{whole, whole + 2 * (args.count - whole)};
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(plan.turns, multiprocessors));
-  const auto kernel =
-      args.vectors ? &fp32::vdn_delta_factors_fp32<kDim, true> : &fp32::vdn_delta_factors_fp32<kDim, false>;
+  constexpr auto kernel = fp32::vdn_delta_factors_fp32<kDim, kVectors>;
   constexpr size_t kBytes = sizeof(fp32::TeamMemory<kDim>) * fp32::Shape<kDim>::kTeams;
-  allow_shared_memory(kernel, kBytes);
+  allow_shared_memory<kernel, kBytes>(device);
   launch(kernel, dim3(blocks), dim3(fp32::kThreads), kBytes, stream, args, plan);
+}
+
+template <int kDim>
+void launch_fp32(const Arguments& args, int device, cudaStream_t stream) {
+  args.vectors ? launch_fp32<kDim, true>(args, device, stream) : launch_fp32<kDim, false>(args, device, stream);
 }
 
 }  // namespace jit_kernels::vdn_delta_factors

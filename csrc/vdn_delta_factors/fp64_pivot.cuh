@@ -123,10 +123,10 @@ __device__ __forceinline__ Tile refine(const Tile& y, const Tile& m, Lane lane, 
   return better;
 }
 
-// Puts -m^-1 in place of the symmetric tile m in shared memory, and returns as invert_fp32 does. One Newton step
+// Writes minus the inverse of a symmetric tile, both in shared memory, and returns as invert_fp32 does. One Newton step
 // squares the fp32 inverse's relative error, which is enough unless m is ill-conditioned: then its residual says so,
 // and more steps follow.
-__device__ __forceinline__ int invert(double* tile, float* scratch, Lane lane) {
+__device__ __forceinline__ int invert(double* minus, const double* tile, float* scratch, Lane lane) {
   const Tile m = load_tile(tile, lane);
   const int bad = invert_fp32(tile, scratch);
   Tile y;
@@ -144,8 +144,7 @@ __device__ __forceinline__ int invert(double* tile, float* scratch, Lane lane) {
   Tile minus_inverse = refine(y, m, lane, again);
 #pragma unroll 1
   for (int step = 0; again && step < 3; ++step) minus_inverse = refine(negated_tile(minus_inverse), m, lane, again);
-  __syncwarp();
-  store_tile(tile, minus_inverse, lane);
+  store_tile(minus, minus_inverse, lane);
   return bad;
 }
 

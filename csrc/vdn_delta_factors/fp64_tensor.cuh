@@ -8,16 +8,16 @@
 //   sweep, k = 0 ... n - 1:                          D = M_kk^-1, C = column k of M (the panel, in shared memory)
 //     warps w != k:  W = C_w D;  M_wj -= W C_j^T;  M_wk = W;  then publish their part of panel k + 1
 //     warp k + 1:    does its diagonal tile first and signals warp k
-//     warp k:        inverts that tile, the chain that bounds the step; its own tiles M_kj = D C_j^T nobody needs
-//                    soon, so it makes them one step later; M_kk is -D already, for that is how D is kept
+//     warp k:        inverts that tile into the next pivot, the chain that bounds the step; its own tiles
+//                    M_kj = D C_j^T and M_kk = -D nobody needs soon, so it makes them one step later
 //   M has become -M^-1 and goes to shared memory.
 //   J: warp w computes 16 x 64 pieces of B M^-1, B straight from global memory, and writes its rows of T in between.
 //
 // Several blocks may share a matrix where there are more multiprocessors than matrices: each inverts, each makes a part
 // of J. No element's arithmetic depends on that, on the batch or on the grid.
 //
-// Shared memory (kDim = 128: 72 KB):  three panels (A on its way to the registers first), the diagonal, scratch;
-//                                     later, over them, M^-1 by tiles; the first bad pivot.
+// Shared memory (kDim = 128: 72 KB):  three panels (A on its way to the registers first), the diagonal, three pivots
+//                                     -D, scratch; later, over them, M^-1 by tiles; the first bad pivot; a barrier.
 // kDim = 128, a matrix: 1670 products of 16 x 8 x 16 (26.7 K cycles an SM at the pipe's rate), 262 KB of global
 // traffic. What bounds it and what was tried: NOTES.md.
 #pragma once
@@ -46,7 +46,8 @@ struct Layout {
 
   static constexpr int kPanel = kWarps * kTileSize;  // in doubles
   static constexpr int kDiagonal = 3 * kPanel;
-  static constexpr int kScratchTile = kDiagonal + kPanel;
+  static constexpr int kPivots = kDiagonal + kPanel;
+  static constexpr int kScratchTile = kPivots + 3 * kTileSize;
   static constexpr int kSweep = kScratchTile + kTileSize;
   static constexpr int kInverse = kTiles * kTileSize;
   static constexpr int kBad = kSweep > kInverse ? kSweep : kInverse;
@@ -93,6 +94,7 @@ class Block {
       : args_(args),
         shared_(shared),
         bad_(reinterpret_cast<int*>(shared + L::kBad)),
+        handover_(shared + L::kBad + 1),
         matrix_(matrix),
         warp_(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)),
         lane_(threadIdx.x % 32) {}
@@ -121,6 +123,7 @@ class Block {
   __device__ bool holds(int d) const { return d + 1 < kHeld || warp_ >= kWarps / 2; }
   __device__ double* panel(int k, int block) const { return shared_ + (k % 3) * L::kPanel + block * kTileSize; }
   __device__ double* diagonal(int block) const { return shared_ + L::kDiagonal + block * kTileSize; }
+  __device__ double* pivot(int k) const { return shared_ + L::kPivots + (k % 3) * kTileSize; }
   __device__ double* inverse(int i, int j) const { return shared_ + (i * (i + 1) / 2 + j) * kTileSize; }
 
   __device__ void prefetch(const float* rows, int64_t row_stride, bool lower) const {
@@ -219,9 +222,11 @@ class Block {
     if (warp_ == k) store_transposed(panel(k, j), tile, lane);
   }
 
-  // Row block k = warp after step k: M_kj = D C_j^T.
+  // Row block k = warp after step k: M_kk = -D, M_kj = D C_j^T.
   __device__ void make_row(Tile (&m)[kHeld]) const {
-    const Left d_k = negated_left(load_tile(diagonal(warp_), lane_));
+    const Tile minus_d = load_tile(pivot(warp_), lane_);
+    store_tile(diagonal(warp_), minus_d, lane_);
+    const Left d_k = negated_left(minus_d);
 #pragma unroll
     for (int d = 0; d < kHeld; ++d) {
       if (!holds(d)) continue;
@@ -235,7 +240,7 @@ class Block {
     Left minus_w;
     {
       Tile w{};
-      multiply_add_transposed(w, negated_left(load_tile(panel(k, warp_), lane)), load_tile(diagonal(k), lane));
+      multiply_add_transposed(w, negated_left(load_tile(panel(k, warp_), lane)), load_tile(pivot(k), lane));
       minus_w = negated_left(w);
     }
     {
@@ -243,7 +248,7 @@ class Block {
       multiply_add_transposed(own, minus_w, load_tile(panel(k, warp_), lane));
       store_tile(diagonal(warp_), own, lane);
     }
-    if (warp_ == k + 1) barrier_arrive(1, 64);
+    if (warp_ == k + 1) handover_.signal();
 #pragma unroll
     for (int d = 0; d < kHeld; ++d) {
       if (!holds(d)) continue;
@@ -257,7 +262,7 @@ class Block {
   }
 
   __device__ void invert_pivot(int k) const {
-    const int bad = invert(diagonal(k), reinterpret_cast<float*>(shared_ + L::kScratchTile), lane_);
+    const int bad = invert(pivot(k), diagonal(k), reinterpret_cast<float*>(shared_ + L::kScratchTile), lane_);
     if (k == 0 && threadIdx.x % 32 == 0) *bad_ = bad;
     if (k > 0 && bad != 0 && threadIdx.x % 32 == 0 && *bad_ == 0) *bad_ = k * kTile + bad;
   }
@@ -265,9 +270,11 @@ class Block {
   // Where a warp's row is the pivot row its old tiles are dead, and only there does it invert: registers for both would
   // not do. Step -1 makes the first panel and the first D.
   __device__ void sweep(Tile (&m)[kHeld], const float* A) const {
+    if (threadIdx.x == 0) handover_.open();
+    __syncthreads();
     if (warp_ == 0) {
       load_diagonal(A, 0);
-      barrier_arrive(1, 64);
+      handover_.signal();
     }
 #pragma unroll
     for (int d = 0; d < kHeld; ++d)
@@ -276,7 +283,7 @@ class Block {
     for (int k = -1; k < kWarps; ++k) {
       if (warp_ == (k & (kWarps - 1))) {
         if (k + 1 < kWarps) {
-          barrier_wait(1, 64);
+          handover_.wait(k + 1);
           invert_pivot(k + 1);
         }
         barrier_meet(L::kThreads);
@@ -433,6 +440,7 @@ class Block {
   const Arguments& args_;
   double* shared_;
   int* bad_;
+  Handover handover_;
   int64_t matrix_;
   int warp_;
   Lane lane_;
@@ -471,15 +479,12 @@ Split split_of(int64_t count, int multiprocessors) {
 
 template <int kDim, bool kVectors>
 void launch_kernel(const Arguments& args, int device, cudaStream_t stream) {
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute(MultiProcessorCount)");
-  const Split split = split_of<kDim>(args.count, multiprocessors);
+  const Split split = split_of<kDim>(args.count, multiprocessors(device));
   const int64_t blocks = split.whole + (args.count - split.whole) * split.parts;
-  const auto kernel = fp64_tensor_kernel<kDim, kVectors>;
-  allow_shared_memory(kernel, Layout<kDim>::kBytes);
+  constexpr auto kernel = fp64_tensor_kernel<kDim, kVectors>;
+  allow_shared_memory<kernel, Layout<kDim>::kBytes>(device);
   launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(Layout<kDim>::kThreads), Layout<kDim>::kBytes, stream, args,
-         split, Layout<kDim>::kResident * multiprocessors);
+         split, Layout<kDim>::kResident * multiprocessors(device));
 }
 
 }  // namespace jit_kernels::vdn_delta_factors::fp64

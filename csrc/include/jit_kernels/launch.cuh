@@ -5,6 +5,7 @@
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
+#include <atomic>
 #include <cstddef>
 
 namespace jit_kernels {
@@ -36,11 +37,28 @@ class DeviceGuard {
   int previous_ = 0;
 };
 
-// Raises a kernel's dynamic shared memory limit. Needed above 48 KB, on each device, before its first launch.
-template <typename Kernel>
-void allow_shared_memory(Kernel* kernel, size_t bytes) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+// What is asked of the driver once a device, and remembered: each question costs up to a microsecond of every call.
+constexpr int kRemembered = 64;  // devices; of others it is asked again
+
+inline int multiprocessors(int device) {
+  static std::atomic<int> known[kRemembered];
+  int count = device < kRemembered ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+          "cudaDeviceGetAttribute(MultiProcessorCount)");
+    if (device < kRemembered) known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
+// Raises a kernel's dynamic shared memory limit on the current device. Needed above 48 KB, before the first launch.
+template <auto kKernel, size_t kBytes>
+void allow_shared_memory(int device) {
+  static std::atomic<bool> allowed[kRemembered];
+  if (device < kRemembered && allowed[device].load(std::memory_order_relaxed)) return;
+  check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)),
         "cudaFuncSetAttribute(MaxDynamicSharedMemorySize)");
+  if (device < kRemembered) allowed[device].store(true, std::memory_order_relaxed);
 }
 
 template <typename... Params, typename... Args>
