@@ -28,14 +28,26 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """T, J, and info as ``torch.linalg.cholesky_ex`` gives it: 0, or the order of the first bad leading minor."""
 
-    def compute(A: Tensor, B: Tensor, alpha: Tensor) -> tuple[Tensor, ...]:
-        inverse, info = _inverse(A, a_scale)
-        injection = (b_scale * B.double()) @ inverse
-        # A NaN in P makes every column of J NaN; one in B is B's own.
-        return alpha.unsqueeze(-1) * inverse.to(A.dtype), injection.to(A.dtype), info
+    if A.device.type == "cpu":
+        return _forward_one_by_one(A, B, alpha, a_scale, b_scale)
+    inverse, info = _inverse(A, a_scale)
+    # A NaN in P makes every column of J NaN; one in B is B's own.
+    injection = (b_scale * B.double()) @ inverse
+    return alpha.unsqueeze(-1) * inverse.to(A.dtype), injection.to(A.dtype), info
 
-    like = [A.new_empty(A.shape) for _ in "TJ"] + [A.new_empty(A.shape[:-2], dtype=torch.int32)]
-    T, J, info = _each(compute, A.ndim - 2, (A, B, alpha), like)
+
+def _forward_one_by_one(
+    A: Tensor, B: Tensor, alpha: Tensor, a_scale: float, b_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    T, J, info = A.new_empty(A.shape), A.new_empty(A.shape), A.new_empty(A.shape[:-2], dtype=torch.int32)
+    if info.numel():
+        batch = A.ndim - 2
+        each = zip(*(_flat(tensor, batch).unbind() for tensor in (A, B, alpha, T, J, info)), strict=True)
+        for matrix, B_of, alpha_of, T_of, J_of, info_of in each:
+            inverse, bad = _inverse_of_one(matrix, a_scale)
+            torch.mul(alpha_of.unsqueeze(-1), inverse.to(A.dtype), out=T_of)
+            J_of.copy_(_copy(B_of, b_scale) @ inverse)
+            info_of.fill_(bad)
     return T, J, info
 
 
@@ -50,9 +62,11 @@ def backward(
     output_mask: Sequence[bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for A, B and alpha; those not wanted have shape ``[0]``. The inverse is computed again from A."""
-    (inverse,) = _each(
-        lambda A: (_inverse(A, a_scale)[0],), A.ndim - 2, (A,), [A.new_empty(A.shape, dtype=torch.float64)]
-    )
+    if A.device.type == "cpu":
+        like = [A.new_empty(A.shape, dtype=torch.float64)]
+        (inverse,) = _each(lambda A: _inverse_of_one(A, a_scale)[:1], A.ndim - 2, (A,), like)
+    else:
+        inverse, _ = _inverse(A, a_scale)
     return gradients(inverse, grad_T, grad_J, B, alpha, a_scale, b_scale, output_mask)
 
 
@@ -95,21 +109,42 @@ def gradients(
 
 
 def _inverse(A: Tensor, a_scale: float) -> tuple[Tensor, Tensor]:
-    """P in float64, symmetric to the bit, NaN where there is none; and info."""
-    matrix = a_scale * A.double()
+    """P of every matrix in float64, symmetric to the bit, NaN where there is none; and info."""
+    matrix = _copy(A, a_scale)
     matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
     root, info = torch.linalg.cholesky_ex(matrix)
     # cuSOLVER's info overlooks a NaN; the factor's diagonal doesn't.
     nan = root.diagonal(dim1=-2, dim2=-1).isnan()
     info = torch.where((info == 0) & nan.any(-1), nan.int().argmax(-1).int() + 1, info)
-    if A.is_cuda:  # where cholesky_inverse goes matrix by matrix
-        eye = torch.eye(A.shape[-1], dtype=root.dtype, device=A.device)
-        half = torch.linalg.solve_triangular(root, eye.expand_as(root), upper=False)
-        lower = (half.mT @ half).tril()
-    else:
-        lower = torch.cholesky_inverse(root).tril()
+    # cholesky_inverse would go matrix by matrix here.
+    eye = torch.eye(A.shape[-1], dtype=root.dtype, device=A.device)
+    half = torch.linalg.solve_triangular(root, eye.expand_as(root), upper=False)
+    lower = (half.mT @ half).tril()
     inverse = lower + lower.tril(-1).mT
     return inverse.masked_fill((info != 0)[..., None, None], torch.nan), info
+
+
+def _inverse_of_one(A: Tensor, a_scale: float) -> tuple[Tensor, int]:
+    """The same of a single matrix on a CPU."""
+    matrix = _copy(A, a_scale)
+    matrix.diagonal().add_(1.0)
+    root, info = torch.linalg.cholesky_ex(matrix)
+    bad, diagonal = int(info), root.diagonal()
+    if not bad and diagonal.sum().isnan():
+        bad = int(diagonal.isnan().int().argmax()) + 1
+    if bad:
+        return matrix.fill_(torch.nan), bad
+    return torch.cholesky_inverse(root), 0
+
+
+def _copy(x: Tensor, scale: float) -> Tensor:
+    """``scale * x`` in float64, in memory of its own: a BLAS may choose its code by where it is aligned."""
+    copy = x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    return copy if scale == 1 else copy.mul_(scale)
+
+
+def _flat(tensor: Tensor, batch_ndim: int) -> Tensor:
+    return tensor.reshape(-1, *tensor.shape[batch_ndim:])
 
 
 def _each(
@@ -118,7 +153,7 @@ def _each(
     """``compute(*tensors)``: at once on a GPU; on a CPU for one matrix after the other, into ``like``."""
     if tensors[0].device.type != "cpu":
         return compute(*tensors)
-    flat = [tensor.reshape(-1, *tensor.shape[batch_ndim:]) for tensor in tensors]
+    flat = [_flat(tensor, batch_ndim) for tensor in tensors]
     outputs = [tensor.view(-1, *tensor.shape[batch_ndim:]) if tensor.numel() else tensor[:0] for tensor in like]
     for index in range(flat[0].shape[0] if like and like[0].numel() else 0):
         # Copies lie where the allocator aligns them: a BLAS may choose its code by that.

@@ -8,7 +8,7 @@ from jit_kernels.bench.vdn_delta_factors import FAMILIES, chain, gold, reference
 from torch import Tensor
 
 from jit_kernels import UnsupportedError, explain, use_backend, vdn_delta_factors
-from jit_kernels.checks.run import relative_error, same_bytes
+from jit_kernels.checks.compare import relative_error, same_bytes
 
 PATHS = ("torch", "fp64_tensor", "fp32")
 COUNTS = (0, 1, 7, 66, 131, 132, 133, 264, 707)
@@ -110,6 +110,17 @@ def test_an_indefinite_matrix_is_nan_alone(run, generator, row, d):
     with pytest.raises(torch.linalg.LinAlgError, match=rf"matrix 1: .*order {row + 1} "):
         run(bad, B, alpha, check_errors=True)
     assert same_bytes(run(A, B, alpha, check_errors=True), clean)
+
+
+@pytest.mark.parametrize("d", [128, 64])
+def test_a_singular_matrix_is_nan_alone(run, generator, d):
+    """I + A is all ones: its second pivot is zero to the bit."""
+    A, B, alpha = spectrum(generator, 3, d, 10.0)
+    clean = run(A, B, alpha)
+    A[1] = torch.ones(d, d) - torch.eye(d)
+    for out, good in zip(run(A, B, alpha), clean, strict=True):
+        assert torch.isnan(out[1]).all()
+        assert same_bytes([out[[0, 2]]], [good[[0, 2]]])
 
 
 def test_check_errors_names_the_index_of_a_batch(run, generator):
