@@ -83,7 +83,7 @@ def _checked(name: str) -> str:
 class Operator:
     """All that dispatch, torch, the command line and the checks need to know of one operator.
 
-    Every function takes the arguments of ``schema``, in its order.
+    Every function takes the arguments of ``schema``, in its order: the tensors first.
     """
 
     name: str
@@ -94,6 +94,8 @@ class Operator:
     build: Callable[..., Kernel]  # (target, *parameters): names the .cuh; launches nothing
     fused: Callable[..., Any]
     fallback: Callable[..., Any]
+    # The fused kernel for calls as serving makes them, without a check that the host entry makes too; None for others.
+    quick: Callable[..., Any] | None = None
     parameters: Callable[..., tuple[Any, ...]] = lambda *args: ()  # of the build that a call needs, after the target
     gradient: Callable[..., tuple[Any, ...]] | None = None  # (ctx, *grads) → one gradient an argument
     warmup: tuple[dict[str, Any], ...] = ()  # parameters of the builds that users need
@@ -104,7 +106,8 @@ class Operator:
     torch_op: Callable[..., Any] = field(init=False, repr=False)
     arguments: tuple[str, ...] = field(init=False, repr=False)  # their names
     defaults: tuple[Any, ...] = field(init=False, repr=False)  # their values, None where there is none
-    _launchers: dict[Any, Callable[..., None]] = field(default_factory=dict, init=False, repr=False)
+    tensors: int = field(init=False, repr=False)  # how many of them are tensors
+    launchers: dict[Any, Callable[..., None]] = field(default_factory=dict, init=False, repr=False)  # of loaded kernels
     _failures: dict[Any, JitError] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +116,10 @@ class Operator:
         object.__setattr__(self, "torch_op", op)
         object.__setattr__(self, "arguments", tuple(parameter.name for parameter in parameters))
         object.__setattr__(self, "defaults", tuple(parameter.default_value for parameter in parameters))
+        kinds = ["Tensor" in str(parameter.type) for parameter in parameters]
+        if kinds != sorted(kinds, reverse=True):
+            raise ValueError(f"{self.name}: the schema must name the tensors first; got {self.schema}")
+        object.__setattr__(self, "tensors", sum(kinds))
         if self.public:
             OPERATORS[self.name] = self
 
@@ -126,16 +133,23 @@ class Operator:
         return importlib.import_module(f"jit_kernels.bench.{self.name}").WORKLOAD
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
-        args = self.complete(args)
+        if len(args) != len(self.defaults):
+            args = self.complete(args)
         if torch.compiler.is_compiling():
             return self.torch_op(*args, backend=backend)
         choice = _ambient.get() if backend is None else _checked(backend)
-        tensors = tuple(arg for arg in args if isinstance(arg, torch.Tensor))
-        if torch_op.unwatched(tensors):
+        if torch_op.unwatched(args[: self.tensors]):
+            if self.quick is not None and choice != "torch":
+                try:
+                    out = self.quick(*args)
+                except Exception:  # an input that the host entry refuses: the careful way serves it, or says why not
+                    out = None
+                if out is not None:
+                    return out
             return self.run(args, choice)
-        torch_op.require_no_tangent(self.name, tensors)
-        torch_op.prepare_dtensors(self, tensors)
         self.validate(*args)  # a tensor that isn't one would be refused by torch in other words
+        torch_op.require_no_tangent(self.name, args[: self.tensors])
+        torch_op.prepare_dtensors(self, args[: self.tensors])
         return self.torch_op(*args, backend=choice)
 
     def run(self, args: tuple[Any, ...], backend: str | None) -> Any:
@@ -173,8 +187,8 @@ class Operator:
             CaptureError: a CUDA graph is being captured and the kernel isn't loaded yet.
             JitError: the kernel can't be had.
         """
-        key = (export, device.index, parameters)
-        found = self._launchers.get(key)
+        key = (export, device.index, *parameters)
+        found = self.launchers.get(key)
         if found is None:
             if key in self._failures:  # so that calls which fall back don't compile in vain each time
                 raise self._failures[key].with_traceback(None)
@@ -189,7 +203,7 @@ class Operator:
             except JitError as error:
                 self._failures[key] = error
                 raise
-            found = self._launchers[key] = getattr(module, export)
+            found = self.launchers[key] = getattr(module, export)
         return found
 
 

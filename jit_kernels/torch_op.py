@@ -27,11 +27,24 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_Parameter = torch.nn.Parameter
+# How code that torch.compile made allocates, on the current device: half the host time of torch.empty.
+_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: None)
+
+
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, index: int) -> torch.Tensor:
+    """``torch.empty_strided`` on the CUDA device of this index, in less time."""
+    if _empty_strided_cuda is not None and index == _current_device():
+        return _empty_strided_cuda(shape, strides, dtype)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=torch.device("cuda", index))
 
 
 def unwatched(tensors: tuple[Any, ...]) -> bool:
-    """True where, outside of torch.compile, a direct kernel launch can't be told from a call of the registered op."""
+    """True where, outside of torch.compile, a direct kernel launch can't be told from a call of the registered op.
+
+    The kernel sees memory alone: not who records or changes the call, and not a sign that torch keeps beside it.
+    """
     if (
         _dispatch_modes()
         or _function_modes()
@@ -41,7 +54,13 @@ def unwatched(tensors: tuple[Any, ...]) -> bool:
     ):
         return False
     grad = torch.is_grad_enabled()
-    return all(type(tensor) in _PLAIN and not (grad and tensor.requires_grad) for tensor in tensors)
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not _Parameter:
+            return False
+        if (grad and tensor.requires_grad) or tensor.is_neg():
+            return False
+    return True
 
 
 def require_no_tangent(name: str, tensors: Iterable[Any]) -> None:

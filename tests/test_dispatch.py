@@ -248,6 +248,21 @@ def test_wrong_input_is_refused_alike_by_every_backend(name, args, kind, words):
             assert refusal(getattr(torch.ops.jit_kernels, name), *given, **options) == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.compiler
+@pytest.mark.parametrize(("name", "args", "kind", "words"), WRONG)
+def test_a_loaded_kernel_refuses_in_the_same_words(shared_cache, name, args, kind, words):
+    op = getattr(jit_kernels, name)
+    right = collapse_arguments() if name == "mhc_pre_h_aggregate" else factor_arguments(d=64)
+    op(*(argument.cuda() for argument in right), backend="fused")
+    on_gpu = [arg.cuda() if isinstance(arg, torch.Tensor) and not arg.is_meta else arg for arg in args]
+    options = dict(zip(("a_scale", "b_scale", "check_errors", "precision"), on_gpu[3:], strict=False))
+    expected = refusal(op, *on_gpu[:3], backend="torch", **options)
+    assert expected[0] is kind
+    assert refusal(op, *on_gpu[:3], **options) == expected
+    assert refusal(op, *on_gpu[:3], backend="fused", **options) == expected
+
+
 OUT = torch.empty(2, 8, 8)
 WRONG_OUTPUTS = {
     "shape": ((OUT[:1], OUT.clone()), ValueError, r"out T must be like A, .*; got float32\[1, 8, 8\]"),
@@ -310,6 +325,49 @@ def raising(error: Exception):
         raise error
 
     return fused
+
+
+@pytest.mark.parametrize("answer", ["none", "error"])
+def test_what_the_quick_way_does_not_serve_goes_the_careful_way(make_toy, answer):
+    def quick(x):
+        if x.ndim == 1:
+            return x * 2
+        if answer == "error":
+            raise ValueError("x: expected float32[any], got float32[2, 2]")
+        return None
+
+    def validate(x):
+        if x.ndim > 2:
+            raise ValueError("x has too many dimensions")
+
+    toy = make_toy(quick=quick, validate=validate, fused=lambda x: x * 2 + 1)
+    assert torch.equal(toy(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(toy(torch.ones(2), backend="fused"), torch.full((2,), 2.0))
+    assert torch.equal(toy(torch.ones(2, 2)), torch.full((2, 2), 3.0))
+    assert torch.equal(toy(torch.ones(2), backend="torch"), torch.full((2,), 2.0))
+    with pytest.raises(ValueError, match="too many dimensions"):
+        toy(torch.ones(1, 1, 1))
+    # Whoever watches sees the registered op, not the quick way.
+    assert torch.equal(toy(torch._neg_view(torch.ones(2))), torch.full((2,), -1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", OPS)
+def test_serving_calls_take_the_quick_way(shared_cache, monkeypatch, name):
+    operator = OPERATORS[name]
+    op = getattr(jit_kernels, name)
+    arguments = collapse_arguments() if name == "mhc_pre_h_aggregate" else factor_arguments(d=64)
+    arguments = [argument.cuda() for argument in arguments]
+    careful = operator.run(operator.complete(tuple(arguments)), "fused")
+    monkeypatch.setattr(Operator, "run", lambda *args: pytest.fail("the careful way was taken"))
+    torch.testing.assert_close(op(*arguments), careful, rtol=0, atol=0)
+    torch.testing.assert_close(op(*arguments, backend="fused"), careful, rtol=0, atol=0)
+
+
+def test_a_schema_must_name_the_tensors_first(make_toy):
+    with pytest.raises(ValueError, match=r"must name the tensors first; got \(float f, Tensor x\)"):
+        make_toy(schema="(float f, Tensor x) -> Tensor")
 
 
 def test_without_a_compiler_auto_falls_back_with_one_warning(make_toy):

@@ -339,6 +339,17 @@ def test_a_subclass_that_only_names_its_tensors_keeps_its_name(name):
 
 
 @each_op
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_sign_that_torch_keeps_beside_the_memory_counts(name, device):
+    """As in the imaginary part of a conjugated tensor, which is a view of the memory with the other sign."""
+    right = [tensor.to(device) for tensor in (collapse_inputs() if name.startswith("mhc") else factor_inputs(d=64))]
+    watched = list(right)
+    watched[1] = torch._neg_view(-right[1])
+    assert watched[1].is_neg()
+    assert_same(OPS[name](*watched), OPS[name](*right))
+
+
+@each_op
 def test_inference_mode(name):
     given = inputs(name)
     with torch.inference_mode():

@@ -78,6 +78,29 @@ def fused(A: Tensor, B: Tensor, alpha: Tensor, *options: Any) -> tuple[Tensor, T
     return T, J
 
 
+def quick(
+    A: Tensor,
+    B: Tensor,
+    alpha: Tensor,
+    a_scale: float,
+    b_scale: float,
+    check_errors: bool,
+    precision: str | None,
+) -> tuple[Tensor, Tensor] | None:
+    if check_errors or A.dtype is not torch.float32 or A.ndim != 3:
+        return None
+    count, d, _ = A.shape
+    index = A.get_device()
+    run = OPERATOR.launchers.get(("run", index, d, precision))
+    if run is None or count == 0:
+        return None
+    shape, strides = (count, d, d), (d * d, d, 1)
+    T = torch_op.empty(shape, strides, torch.float32, index)
+    J = torch_op.empty(shape, strides, torch.float32, index)
+    run(T, J, A, B, alpha, a_scale, b_scale, None)
+    return T, J
+
+
 def fallback_forward(
     A: Tensor, B: Tensor, alpha: Tensor, a_scale: float, b_scale: float, check_errors: bool, precision: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -153,6 +176,7 @@ OPERATOR = Operator(
     outputs=outputs,
     build=build,
     fused=fused,
+    quick=quick,
     fallback=fallback_forward,
     parameters=lambda A, B, alpha, a_scale, b_scale, check_errors, precision: (A.shape[-1], precision),
     gradient=gradient,
