@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,27 +23,24 @@ from typing import Any
 import click
 import torch
 from jit_kernels.bench.vdn_delta_factors import chain, gold, reference
+from tvm_ffi import libinfo
 
 from jit_kernels import load_jit, mhc_pre_h_aggregate, vdn_delta_factors
+from jit_kernels.checks.compare import relative_error
 from jit_kernels.checks.provenance import provenance
-from jit_kernels.checks.run import relative_error
+from jit_kernels.dispatch import OPERATORS
+from jit_kernels.jit.arch import Target
+from jit_kernels.jit.loader import kernel
+from jit_kernels.jit.source import CSRC
+from jit_kernels.ops.vdn_delta_factors import HEAD_DIMS, PRECISIONS
 
 REPO = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# A process of its own without torch: compute-sanitizer would take minutes over torch's start.
 SANITIZED = """
-import torch
-from jit_kernels import mhc_pre_h_aggregate, vdn_delta_factors
-for n in (1, 7, 133):
-    for d in (128, 64):
-        A = torch.eye(d, device="cuda").repeat(n, 1, 1) * 0.5
-        for precision in ("fp64_tensor", "fp32"):
-            alpha = torch.ones(n, d, device="cuda")
-            vdn_delta_factors(A, torch.ones_like(A), alpha, precision=precision, backend="fused")
-for hidden in (65, 4096):
-    for tokens in (1, 7, 33):
-        residual = torch.ones(tokens, 4, hidden, dtype=torch.bfloat16, device="cuda").requires_grad_()
-        pre = torch.ones(tokens, 4, device="cuda").requires_grad_()
-        mhc_pre_h_aggregate(residual, pre, backend="fused").backward(torch.ones_like(residual[:, 0]))
-torch.cuda.synchronize()
+import ctypes, sys
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+sys.exit(ctypes.CDLL(sys.argv[2]).sanitize())
 """
 WARM = """
 import time, torch, tvm_ffi
@@ -105,30 +103,42 @@ def check(output: Path, commit: str | None) -> dict[str, Any]:
 
 
 def sanitizer() -> dict[str, Any]:
-    """The four tools, side by side."""
-    running = {}
-    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
-        command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kernel_substring=jit_kernels"]
-        running[tool] = subprocess.Popen(
-            [*command, "--error-exitcode", "9", sys.executable, "-c", SANITIZED],
-            cwd=REPO,
-            # Without torch's caching, each tensor is an allocation of its own, and a step outside is seen.
-            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    found: dict[str, Any] = {"ok": True}
-    for tool, process in running.items():
-        try:
-            output, _ = process.communicate(timeout=200)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output = f"took more than 200 s\n{process.communicate()[0]}"
-        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", output)
-        found[tool] = summary or output[-1500:]
-        found["ok"] = found["ok"] and process.returncode == 0 and bool(summary)
-    return found
+    """Every kernel under every tool of compute-sanitizer: ``bench/sanitizer.cu``."""
+    variants = [[], *([f"HEAD_DIM={d}", f"PRECISION={name}"] for d in HEAD_DIMS for name in PRECISIONS.values())]
+    jobs = ThreadPoolExecutor(10)
+    modules = list(jobs.map(_sanitized, variants))
+    runs = {
+        f"{' '.join(variant) or 'mhc_pre_h_aggregate'} {tool}": jobs.submit(_sanitize, module, tool)
+        for variant, module in zip(variants, modules, strict=True)
+        for tool in TOOLS
+    }
+    found = {name: run.result() for name, run in runs.items()}
+    return {"ok": all(result["ok"] for result in found.values()), **found}
+
+
+def _sanitized(flags: list[str]) -> Path:
+    made = kernel(
+        "sanitizer",
+        *flags,
+        cuda_files=[REPO / "bench" / "sanitizer.cu"],
+        header_only=False,
+        extra_include_paths=[CSRC],
+        extra_cuda_cflags=[f"-D{flag}" for flag in flags],
+        target=Target.here(),
+    )
+    return made.compile().verify()
+
+
+def _sanitize(module: Path, tool: str) -> dict[str, Any]:
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "3"]
+    command += [sys.executable, "-c", SANITIZED, str(libinfo.find_libtvm_ffi()), str(module)]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
+    except subprocess.TimeoutExpired:
+        return {"ok": False, "output": "took more than 200 s"}
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", done.stdout)
+    ok = done.returncode == 0 and bool(summary)
+    return {"ok": ok, "summary": summary} | ({} if ok else {"output": done.stdout[-1500:]})
 
 
 def host_time() -> dict[str, Any]:
@@ -149,12 +159,20 @@ def host_time() -> dict[str, Any]:
     A, alpha = torch.zeros(1, 128, 128, device="cuda"), torch.ones(1, 128, device="cuda")
     ops = torch.ops.jit_kernels
     with torch.inference_mode():
+        out, (T, J) = mhc_pre_h_aggregate(residual, pre), vdn_delta_factors(A, A, alpha)
+        collapse = OPERATORS["mhc_pre_h_aggregate"].launcher("forward", A.device)
+        factors = OPERATORS["vdn_delta_factors"].launcher("run", A.device, 128, None)
         return {
             "ok": True,
             "mhc_pre_h_aggregate": median(lambda: mhc_pre_h_aggregate(residual, pre)),
+            "mhc_pre_h_aggregate, the module's function alone": median(lambda: collapse(out, residual, pre)),
             "mhc_pre_h_aggregate through torch.ops": median(lambda: ops.mhc_pre_h_aggregate(residual, pre)),
             "vdn_delta_factors": median(lambda: vdn_delta_factors(A, A, alpha)),
+            "vdn_delta_factors, the module's function alone": median(
+                lambda: factors(T, J, A, A, alpha, 1.0, 1.0, None)
+            ),
             "vdn_delta_factors through torch.ops": median(lambda: ops.vdn_delta_factors(A, A, alpha)),
+            "torch.add": median(lambda: torch.add(A, A)),
             "torch.empty_like": median(lambda: torch.empty_like(A)),
         }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jit_kernels import UnsupportedError, mhc_pre_h_aggregate, use_backend
-from jit_kernels.checks.run import same_bytes
+from jit_kernels.checks.compare import same_bytes
 from jit_kernels.ops.mhc_pre_h_aggregate import BACKWARD
 
 TOKENS = (0, 1, 2, 31, 32, 33, 127, 128, 129, 513)

@@ -11,7 +11,7 @@ import torch
 from jit_kernels.bench.vdn_delta_factors import gold, reference
 
 from jit_kernels import load_jit
-from jit_kernels.checks.run import relative_error
+from jit_kernels.checks.compare import relative_error
 
 
 @pytest.fixture(scope="module")
