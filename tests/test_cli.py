@@ -9,6 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from jit_kernels.checks.result import CHECKS
 from jit_kernels.cli import commands
 from jit_kernels.dispatch import OPERATORS
 from jit_kernels.jit import cache, store
@@ -37,17 +38,18 @@ def test_check_reports_every_sample():
     for row in found["results"]:
         assert row["ran"] == "torch"
         assert "cpu" in row["reason"]
-        assert row["error"]["out"] <= row["bound"]
+        assert row["error"]["out"] <= row["checks"]["forward accuracy"]["tolerance"]["out"]["norm"]
+        assert [name for name, check in row["checks"].items() if check["ok"]] == list(CHECKS)
         assert row["ok"]
         assert row["count"] <= row["full_count"]
         assert row["milliseconds"] > 0
 
 
-def test_check_says_where_workloads_are_smaller():
-    assert (
-        "no GPU: smaller workloads than users run"
-        in run("check", "mhc_pre_h_aggregate", "--device", "cpu", "--repeats", "1").stdout
-    )
+def test_check_says_what_it_compared_and_where_workloads_are_smaller():
+    printed = run("check", "mhc_pre_h_aggregate", "--device", "cpu", "--repeats", "1").stdout
+    assert "no GPU: smaller workloads than users run" in printed
+    assert "bytes compared: 1 repeat; layouts packed, packed in chunks, each sequence whole" in printed
+    assert "bytes compared with the CPU fallback's: no, since it is the fallback that ran" in printed
 
 
 def test_check_fails_where_a_promise_is_broken(monkeypatch):
@@ -62,13 +64,15 @@ def test_check_fails_where_a_promise_is_broken(monkeypatch):
     finally:
         object.__setattr__(operator, "fallback", wrong)
     assert not found["ok"]
-    assert any("bytes differ between repeats" in failure for row in found["results"] for failure in row["failures"])
+    checks = [row["checks"]["forward invariance"] for row in found["results"]]
+    assert any("bytes differ between repeats" in failure for check in checks for failure in check["failures"])
 
 
 def test_check_fails_where_fused_is_demanded_and_cannot_be_had():
     found = document("check", "--device", "cpu", "--backend", "fused", code=1)
     assert {row["operator"] for row in found["results"]} == set(OPERATORS)
     assert all("CUDA devices" in row["failures"][0] for row in found["results"])
+    assert "not run" in run("check", "--device", "cpu", "--backend", "fused", code=1).stdout
 
 
 def test_check_writes_the_document_too(tmp_path):

@@ -1,125 +1,79 @@
-"""Runs one operator on one sample and holds it to its promises."""
+"""Holds one operator to its promises on one sample: the four checks, and its time beside that of what it replaces."""
 
 from __future__ import annotations
 
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from jit_kernels.checks.accuracy import EDGE_ROWS, hold_to_fallback, hold_to_gold, with_edges
+from jit_kernels.checks.compare import relative_error
+from jit_kernels.checks.invariance import hold_to_packed, place_names
+from jit_kernels.checks.layouts import lengths
+from jit_kernels.checks.result import Check, Result
+from jit_kernels.checks.stage import as_tuple, forward, gradient, random_upstream
 from jit_kernels.checks.workload import Sample
-from jit_kernels.dispatch import Operator
+from jit_kernels.dispatch import Operator, Support
 from jit_kernels.jit.errors import JitError
-
-ONE_BY_ONE = 129  # samples that are computed alone and compared with the whole batch
-
-
-@dataclass
-class Result:
-    """One row of a check. ``failures`` is empty where all promises held."""
-
-    operator: str
-    sample: str
-    device: str
-    count: int
-    full_count: int
-    ran: str = ""
-    reason: str = ""
-    error: dict[str, float] = field(default_factory=dict)
-    baseline_error: dict[str, float] = field(default_factory=dict)
-    bound: float = 0.0
-    gradient_error: dict[str, float] = field(default_factory=dict)
-    gradient_bound: float = 0.0
-    repeats: int = 0
-    splits: int = 0
-    bytes_compared_with_fallback: bool = False
-    milliseconds: float = 0.0
-    baseline_milliseconds: float = 0.0
-    baseline: str = ""
-    failures: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ok": not self.failures}
 
 
 def check(operator: Operator, sample: Sample, device: torch.device, backend: str, repeats: int) -> Result:
-    """Holds the operator to its record on one sample.
-
-    In this order: which implementation covers it; error against float64 of every output and gradient; the same
-    bytes over repeats, over splits of the batch, and (where promised) as the CPU fallback; time beside the baseline.
+    """Forward accuracy, forward invariance, gradient accuracy, gradient invariance; and time.
 
     Args:
-        backend: ``auto``, ``fused`` or ``torch``; what then really ran stands in the result.
+        backend: ``auto``, ``fused`` or ``torch``. Which implementation that comes to is found out first, and it is
+            then named in every call: ``fused`` raises where it would have to fall back, so what the result says ran
+            is what ran.
         repeats: Calls whose bytes are compared with the first one's.
     """
     workload = operator.workload
     count = sample.count if device.type == "cuda" else sample.cpu_count
-    result = Result(operator.name, sample.label, str(device), count, sample.count)
+    sizes = lengths(count)
+    result = Result(operator.name, sample.label, str(device), count, sample.count, sizes)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{operator.name} {sample.label}".encode()))
-    inputs = sample.make(generator, count)
+    inputs, edges = sample.make(generator, count), sample.make(generator, EDGE_ROWS)
+    result.inputs = {name: _described(tensor) for name, tensor in zip(operator.arguments, inputs, strict=False)}
     result.ran, result.reason = choose(operator, inputs, backend)
     if result.ran == "error":
-        result.failures.append(result.reason)
         return result
 
-    def call(*args: Tensor) -> tuple[Tensor, ...]:
-        return _tuple(operator(*args, backend=result.ran))
+    upstream, edge_upstream = (random_upstream(operator, rows, generator) for rows in (inputs, edges))
+    place = place_names(workload, sizes)
+    for stage, arguments, hard in (
+        (forward(operator, result.ran), inputs, edges),
+        (gradient(operator, result.ran, len(inputs)), (*inputs, *upstream), (*edges, *edge_upstream)),
+    ):
+        accuracy, invariance = Check(f"{stage.name} accuracy"), Check(f"{stage.name} invariance")
+        result.checks += [accuracy, invariance]
+        try:
+            packed = stage(*arguments)
+        except Exception as error:
+            accuracy.fail("the packed batch", error)
+            invariance.fail("the packed batch", error)
+            continue
+        with accuracy.failing("against float64"):
+            hold_to_gold(accuracy, stage, arguments, packed)
+        if not workload.bitwise_fallback:
+            accuracy.details["fallback_bytes"] = "no, since they are not promised"
+        elif (result.ran, device.type) == ("torch", "cpu"):
+            accuracy.details["fallback_bytes"] = "no, since it is the fallback that ran"
+        else:
+            with accuracy.failing("against the fallback"):
+                hold_to_fallback(accuracy, stage, arguments, packed, with_edges(hard))
+        with invariance.failing("repeats"):
+            hold_to_packed(invariance, stage, arguments, packed, sizes, place, repeats)
 
-    def call_backward(*args: Tensor) -> tuple[Tensor, ...]:
-        leaves, upstream = args[: len(inputs)], args[len(inputs) :]
-        return _gradients(call, leaves, upstream)
-
-    out = call(*inputs)
-    exact = workload.gold(*(tensor.double() for tensor in inputs))
-    result.bound, result.baseline = workload.bound, workload.baseline_name
-    result.error = _errors(workload.output_names, out, exact)
-    result.baseline_error = _errors(workload.output_names, _tuple(workload.baseline(*inputs)), exact)
-    _hold(result, result.error, workload.bound, workload.bound_reason)
-
-    upstream = tuple(torch.randn(o.shape, generator=generator, device=device).to(o.dtype) for o in out)
-    names = operator.arguments[: len(inputs)]
-    stages = [("out", call, inputs, out)]
-    if operator.gradient is not None:
-        arguments = (*inputs, *upstream)
-        gradients = call_backward(*arguments)
-        doubles = [tensor.double() for tensor in arguments]
-        exact = _gradients(workload.gold, doubles[: len(inputs)], doubles[len(inputs) :])
-        result.gradient_bound = workload.gradient_bound
-        result.gradient_error = _errors([f"grad_{name}" for name in names], gradients, exact)
-        _hold(result, result.gradient_error, workload.gradient_bound, workload.gradient_reason)
-        stages.append(("gradients", call_backward, arguments, gradients))
-    del exact
-
-    result.repeats = repeats
-    result.bytes_compared_with_fallback = workload.bitwise_fallback
-    for what, function, arguments, whole in stages:
-        if not all(same_bytes(whole, function(*arguments)) for _ in range(repeats)):
-            result.failures.append(f"{what}: bytes differ between repeats")
-        pieces = list(_pieces(count))
-        result.splits = len(pieces)
-        for piece in pieces:
-            if not same_bytes([w[piece] for w in whole], function(*(a[piece] for a in arguments))):
-                result.failures.append(f"{what}: samples {piece.start} to {piece.stop} have other bytes alone")
-                break
-        if workload.bitwise_fallback:
-            on_cpu = [argument.cpu() for argument in arguments]
-            by_fallback = (
-                _tuple(operator(*on_cpu, backend="torch"))
-                if what == "out"
-                else _gradients(
-                    lambda *args: _tuple(operator(*args, backend="torch")), on_cpu[: len(inputs)], on_cpu[len(inputs) :]
-                )
-            )
-            if not same_bytes([w.cpu() for w in whole], by_fallback):
-                result.failures.append(f"{what}: bytes differ from the CPU fallback's")
-
-    result.milliseconds = milliseconds(lambda: call(*inputs), device)
+    theirs, exact = workload.baseline(*inputs), workload.gold(*(tensor.double() for tensor in inputs))
+    result.baseline = workload.baseline_name
+    result.baseline_error = dict(zip(workload.outputs, map(relative_error, as_tuple(theirs), exact), strict=True))
     result.baseline_milliseconds = milliseconds(lambda: workload.baseline(*inputs), device)
+    if result.measured("forward accuracy"):
+        result.milliseconds = milliseconds(lambda: operator(*inputs, backend=result.ran), device)
     return result
 
 
@@ -129,34 +83,15 @@ def choose(operator: Operator, inputs: tuple[Any, ...], backend: str) -> tuple[s
         return "torch", "the torch backend was asked for"
     inputs = operator.complete(inputs)
     support = operator.supports(*inputs)
+    reason = support.reason
     if support:
         try:
             operator.run(inputs, "fused")
-            return "fused", support.reason
         except JitError as error:
-            reason = str(error)
-    else:
-        reason = support.reason
-    return ("error" if backend == "fused" else "torch"), reason
-
-
-def same_bytes(first: Any, second: Any) -> bool:
-    """Whether two sequences of tensors hold the same bits: -0.0 is not +0.0, and a NaN equals itself."""
-    return len(first) == len(second) and all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
-        for a, b in zip(first, second, strict=True)
-    )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def relative_error(out: Tensor, exact: Tensor) -> float:
-    """The largest relative Frobenius error of one sample; NaN and Inf count as infinite."""
-    out, exact = out.double().flatten(1), exact.double().flatten(1)
-    ratio = (out - exact).norm(dim=1) / exact.norm(dim=1)
-    return float(ratio.nan_to_num(nan=float("inf")).max()) if len(ratio) else 0.0
+            support, reason = Support(False), str(error)
+        except Exception:
+            pass  # it is the fused kernel that fails: the checks say how
+    return "fused" if support else "error" if backend == "fused" else "torch", reason
 
 
 def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
@@ -181,30 +116,5 @@ def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(times)
 
 
-def _hold(result: Result, errors: dict[str, float], bound: float, reason: str) -> None:
-    for name, error in errors.items():
-        if not error <= bound:
-            result.failures.append(f"{name}: error {error:.2e} exceeds {bound:.2e} ({reason})")
-
-
-def _errors(names: Any, out: Any, exact: Any) -> dict[str, float]:
-    return {name: relative_error(o, e) for name, o, e in zip(names, out, exact, strict=True)}
-
-
-def _pieces(count: int) -> Iterator[slice]:
-    for third in range(3):
-        start, stop = count * third // 3, count * (third + 1) // 3
-        if stop > start:
-            yield slice(start, stop)
-    for index in range(min(count, ONE_BY_ONE)):
-        yield slice(index, index + 1)
-
-
-def _gradients(function: Callable[..., Any], leaves: Any, upstream: Any) -> tuple[Tensor, ...]:
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    with torch.enable_grad():
-        return torch.autograd.grad(function(*leaves), leaves, upstream)
-
-
-def _tuple(out: Any) -> tuple[Tensor, ...]:
-    return out if isinstance(out, tuple) else (out,)
+def _described(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 import torch
+from rich.markup import escape
 
 from jit_kernels.checks.provenance import provenance
-from jit_kernels.checks.run import Result
+from jit_kernels.checks.result import CHECKS, Result
 from jit_kernels.checks.run import check as run_check
 from jit_kernels.cli.arguments import operators_argument
 from jit_kernels.cli.output import emit, json_option, progress, rows
@@ -41,11 +42,12 @@ def check(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Check operators on the workloads they were made for.
+    """Hold operators to four checks, on the workloads they were made for.
 
-    For each: which implementation ran and why; error against float64, beside that of what it replaces; the same
-    bytes over repeats, batch splits and the CPU fallback; time. Exits 1 if a promise is broken. On a CPU the
-    workloads are smaller, and the table says so.
+    Forward accuracy and gradient accuracy: against float64, and the fallback's bytes where they are promised. Forward
+    invariance and gradient invariance: the same bytes over repeats and however the rows are laid out. Also which
+    implementation ran and why, and time and error beside those of what it replaces. Exits 1 if a check fails. On a CPU
+    the workloads are smaller, and the table says so.
     """
     where = _device(device)
     repeats = repeats or (100 if where.type == "cuda" else 3)
@@ -89,43 +91,53 @@ def _tables(results: list[Result], where: dict[str, Any]) -> Iterator[Any]:
         yield rows(
             f"{operator} on {where['device']}",
             (
-                "input",
-                "samples",
-                "ran",
-                "error",
-                "of the baseline",
-                "gradient error",
-                "bytes",
-                "ms",
-                "baseline ms",
-                "verdict",
+                *("input", "rows", "ran", "error", "of the\nbaseline", "gradient error"),
+                *(name.replace(" ", "\n") for name in CHECKS),
+                *("ms", "baseline ms"),
             ),
             (
                 (
                     result.sample,
                     result.count if result.count == result.full_count else f"{result.count} of {result.full_count}",
                     result.ran,
-                    _errors(result.error),
+                    _errors(result.measured("forward accuracy")),
                     _errors(result.baseline_error),
-                    _errors(result.gradient_error),
-                    f"{result.repeats} repeats, {result.splits} splits"
-                    + (", fallback" * result.bytes_compared_with_fallback),
-                    f"{result.milliseconds:.4f}",
-                    f"{result.baseline_milliseconds:.4f} ({result.baseline})",
-                    "FAILED" if result.failures else "ok",
+                    _errors(result.measured("gradient accuracy")),
+                    *_verdicts(result),
+                    _time(result.milliseconds),
+                    f"{_time(result.baseline_milliseconds)} ({result.baseline})",
                 )
                 for result in mine
             ),
         )
-        for reason in dict.fromkeys(f"{result.ran}: {result.reason}" for result in mine):
-            yield f"ran {reason}"
-        if any(result.count < result.full_count for result in mine):
-            yield "no GPU: smaller workloads than users run"
-        for result in mine:
-            for failure in result.failures:
-                yield f"FAILED {operator} {result.sample}: {failure}"
+        yield from _notes(operator, mine)
         yield ""
+
+
+def _notes(operator: str, results: list[Result]) -> Iterator[str]:
+    for reason in dict.fromkeys(f"{result.ran}: {result.reason}" for result in results):
+        yield escape(f"ran {reason}")
+    details = [check.details for result in results for check in result.checks]
+    for found in [found for found in details if "layouts" in found][:1]:
+        repeats = f"{found['repeats']} repeat{'s' * (found['repeats'] != 1)}"
+        yield f"bytes compared: {repeats}; layouts {', '.join(found['layouts'])}"
+    for state in dict.fromkeys(found["fallback_bytes"] for found in details if "fallback_bytes" in found):
+        yield f"bytes compared with the CPU fallback's: {state}"
+    if any(result.count < result.full_count for result in results):
+        yield "no GPU: smaller workloads than users run"
+    for result in results:
+        for failure in result.failures:
+            yield escape(f"FAILED {operator} {result.sample}: {failure}")
+
+
+def _verdicts(result: Result) -> Iterator[str]:
+    found = {check.name: "FAILED" if check.failures else "ok" for check in result.checks}
+    return (found.get(name, "not run") for name in CHECKS)
 
 
 def _errors(errors: dict[str, float]) -> str:
     return "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
+
+
+def _time(milliseconds: float | None) -> str:
+    return "" if milliseconds is None else f"{milliseconds:.4f}"
