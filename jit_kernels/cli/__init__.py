@@ -8,11 +8,13 @@ import warnings
 import click
 
 from jit_kernels import __version__
+from jit_kernels.cli.bench import bench
 from jit_kernels.cli.cache import cache
 from jit_kernels.cli.check import check
 from jit_kernels.cli.completion import completion
 from jit_kernels.cli.doctor import doctor, env
 from jit_kernels.cli.operators import list_operators
+from jit_kernels.cli.trace import trace
 from jit_kernels.cli.warmup import warmup
 from jit_kernels.jit.errors import JitError
 from jit_kernels.jit.store import JitWarning
@@ -27,7 +29,7 @@ def commands() -> None:
     """
 
 
-for command in (list_operators, check, warmup, env, doctor, cache, completion):
+for command in (list_operators, check, bench, warmup, env, doctor, cache, trace, completion):
     commands.add_command(command)
 
 
