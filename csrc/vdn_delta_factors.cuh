@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <utility>
 
 #include "vdn_delta_factors/arguments.cuh"
 #include "vdn_delta_factors/fp32.cuh"
@@ -54,12 +53,21 @@ inline bool overlap(const Extent& a, const Extent& b) {
   return after < a.span || a.step - after < b.span;
 }
 
-inline void refuse_overlap(const char* output, const TensorView& out, const char* other, const TensorView& tensor) {
-  if (!overlap(Extent(out), Extent(tensor))) return;
-  TVM_FFI_THROW(ValueError) << output << " overlaps " << other << " in memory: " << output << " is " << describe(out)
-                            << " at " << out.data_ptr() << ", " << other << " is " << describe(tensor) << " at "
-                            << tensor.data_ptr() << "; give it memory of its own";
-}
+struct Operand {
+  const char* name;
+  TensorView tensor;
+  Extent extent;
+
+  Operand(const char* name, const TensorView& tensor) : name(name), tensor(tensor), extent(tensor) {}
+
+  void refuse_overlap(const Operand& other) const {
+    if (!overlap(extent, other.extent)) return;
+    TVM_FFI_THROW(ValueError) << name << " overlaps " << other.name << " in memory: " << name << " is "
+                              << describe(tensor) << " at " << tensor.data_ptr() << ", " << other.name << " is "
+                              << describe(other.tensor) << " at " << other.tensor.data_ptr()
+                              << "; give it memory of its own";
+  }
+};
 
 inline bool allows_vectors(const TensorView& t) {
   bool ok = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
@@ -90,16 +98,14 @@ struct VdnDeltaFactors {
       TVM_FFI_THROW(ValueError) << "A: expected at most 2147483647 matrices, got " << count;
     refuse_self_overlap("T", T);
     refuse_self_overlap("J", J);
-    refuse_overlap("T", T, "J", J);
-    const std::pair<const char*, const TensorView*> inputs[] = {{"A", &A}, {"B", &B}, {"alpha", &alpha}};
-    for (const auto& [name, input] : inputs) {
-      refuse_overlap("T", T, name, *input);
-      refuse_overlap("J", J, name, *input);
-      if (info.has_value()) refuse_overlap("info", info.value(), name, *input);
-    }
+    const Operand inputs[] = {{"A", A}, {"B", B}, {"alpha", alpha}}, outputs[] = {{"T", T}, {"J", J}};
+    outputs[0].refuse_overlap(outputs[1]);
+    for (const Operand& output : outputs)
+      for (const Operand& input : inputs) output.refuse_overlap(input);
     if (info.has_value()) {
-      refuse_overlap("info", info.value(), "T", T);
-      refuse_overlap("info", info.value(), "J", J);
+      const Operand operand("info", info.value());
+      for (const Operand& input : inputs) operand.refuse_overlap(input);
+      for (const Operand& output : outputs) operand.refuse_overlap(output);
     }
 
     Arguments args{};

@@ -65,6 +65,17 @@ def folders(text: str) -> tuple[Path, ...]:
     return tuple(absolute(part) for part in text.split(os.pathsep) if part)
 
 
+def names(*known: str) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        given = [part.strip().lower() for part in text.split(",") if part.strip()]
+        unknown = [name for name in given if name not in (*known, "all")]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}; expected some of them, or all")
+        return known if "all" in given else tuple(dict.fromkeys(given))
+
+    return parse
+
+
 BACKEND = Variable(
     "JIT_KERNELS_BACKEND",
     "auto",
@@ -101,6 +112,30 @@ VDN_PRECISION: Variable[str | None] = Variable(
     choice("fp64_tensor", "fp32"),
     "fp64_tensor or fp32: the arithmetic of vdn_delta_factors (default: fp64_tensor on sm_90, else fp32)",
 )
+INTEGRATIONS: Variable[tuple[str, ...]] = Variable(
+    "JIT_KERNELS_INTEGRATIONS",
+    (),
+    names("sglang", "vllm"),
+    "sglang, vllm, both with a comma between them, or all: in whose processes our plug-in runs (default: in none)",
+)
+INTEGRATIONS_STRICT = Variable(
+    "JIT_KERNELS_INTEGRATIONS_STRICT",
+    "off",
+    choice("off", "on"),
+    "on ends a process whose plug-in can't be installed; off logs it, and the client runs as if we weren't there",
+)
+VLLM_SPLIT = Variable(
+    "JIT_KERNELS_VLLM_SPLIT",
+    "off",
+    choice("off", "on"),
+    "on splits vLLM's fused kernel of DeepSeek-V4 so that its collapse is ours too; costs two launches more each",
+)
+COMMIT: Variable[str | None] = Variable(
+    "JIT_KERNELS_COMMIT",
+    None,
+    str,
+    "the commit that result files name, where the sources came without their repository",
+)
 CUDA_HOME: Variable[Path | None] = Variable("CUDA_HOME", None, absolute, "the CUDA toolkit, searched first")
 CUDA_PATH: Variable[Path | None] = Variable("CUDA_PATH", None, absolute, "the CUDA toolkit, searched second")
 CXX: Variable[str] = Variable("CXX", "c++", str, "the host C++ compiler")
@@ -122,6 +157,10 @@ VARIABLES: tuple[Variable, ...] = (
     PREBUILT_DIR,
     BUILD_TIMEOUT,
     VDN_PRECISION,
+    INTEGRATIONS,
+    INTEGRATIONS_STRICT,
+    VLLM_SPLIT,
+    COMMIT,
     CUDA_HOME,
     CUDA_PATH,
     CXX,

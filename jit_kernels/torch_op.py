@@ -27,6 +27,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
+_grad_enabled = torch.is_grad_enabled
 _Parameter = torch.nn.Parameter
 # How code that torch.compile made allocates, on the current device: half the host time of torch.empty.
 _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
@@ -53,7 +54,7 @@ def unwatched(tensors: tuple[Any, ...]) -> bool:
         or forward_ad._current_level >= 0
     ):
         return False
-    grad = torch.is_grad_enabled()
+    grad = _grad_enabled()
     for tensor in tensors:
         kind = type(tensor)
         if kind is not torch.Tensor and kind is not _Parameter:

@@ -16,8 +16,8 @@
 // Several blocks may share a matrix where there are more multiprocessors than matrices: each inverts, each makes a part
 // of J. No element's arithmetic depends on that, on the batch or on the grid.
 //
-// Shared memory (kDim = 128: 72 KB):  three panels (A on its way to the registers first), the diagonal, three pivots
-//                                     -D, scratch; later, over them, M^-1 by tiles; the first bad pivot; a barrier.
+// Shared memory (kDim = 128: 72 KB):  three panels with their pivots (A on its way to the registers first), the
+//                                     diagonal, scratch; later, over them, M^-1 by tiles; the first bad pivot; a barrier.
 // kDim = 128, a matrix: 1670 products of 16 x 8 x 16 (26.7 K cycles an SM at the pipe's rate), 262 KB of global
 // traffic. What bounds it and what was tried: NOTES.md.
 #pragma once
@@ -46,8 +46,7 @@ struct Layout {
 
   static constexpr int kPanel = kWarps * kTileSize;  // in doubles
   static constexpr int kDiagonal = 3 * kPanel;
-  static constexpr int kPivots = kDiagonal + kPanel;
-  static constexpr int kScratchTile = kPivots + 3 * kTileSize;
+  static constexpr int kScratchTile = kDiagonal + kPanel;
   static constexpr int kSweep = kScratchTile + kTileSize;
   static constexpr int kInverse = kTiles * kTileSize;
   static constexpr int kBad = kSweep > kInverse ? kSweep : kInverse;
@@ -123,7 +122,8 @@ class Block {
   __device__ bool holds(int d) const { return d + 1 < kHeld || warp_ >= kWarps / 2; }
   __device__ double* panel(int k, int block) const { return shared_ + (k % 3) * L::kPanel + block * kTileSize; }
   __device__ double* diagonal(int block) const { return shared_ + L::kDiagonal + block * kTileSize; }
-  __device__ double* pivot(int k) const { return shared_ + L::kPivots + (k % 3) * kTileSize; }
+  // -D of step k, where panel k has no tile of C.
+  __device__ double* pivot(int k) const { return panel(k, k); }
   __device__ double* inverse(int i, int j) const { return shared_ + (i * (i + 1) / 2 + j) * kTileSize; }
 
   __device__ void prefetch(const float* rows, int64_t row_stride, bool lower) const {

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from jit_kernels import env
 from jit_kernels._version import __version__
 from jit_kernels.jit.source import CSRC, PACKAGE
 
@@ -33,7 +34,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "package": __version__,
-        "commit": _output("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": env.COMMIT.get()
+        or _output("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=12"),
         "csrc": sources_hash(),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # Without this machine's folders.
