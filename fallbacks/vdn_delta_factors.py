@@ -27,13 +27,14 @@ def forward(
     A: Tensor, B: Tensor, alpha: Tensor, a_scale: float = 1.0, b_scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """T, J, and info as ``torch.linalg.cholesky_ex`` gives it: 0, or the order of the first bad leading minor."""
-
     if A.device.type == "cpu":
         return _forward_one_by_one(A, B, alpha, a_scale, b_scale)
     inverse, info = _inverse(A, a_scale)
-    # A NaN in P makes every column of J NaN; one in B is B's own.
-    injection = (b_scale * B.double()) @ inverse
-    return alpha.unsqueeze(-1) * inverse.to(A.dtype), injection.to(A.dtype), info
+    injection = (_copy(B, b_scale) @ inverse).to(A.dtype)
+    # Rounded before it is mirrored: half the bytes. J takes the product as it came, a last bit of float64 away.
+    rounded = inverse.to(A.dtype).tril_()
+    rounded += rounded.tril(-1).mT
+    return rounded.mul_(alpha.unsqueeze(-1)), injection, info
 
 
 def _forward_one_by_one(
@@ -109,23 +110,24 @@ def gradients(
 
 
 def _inverse(A: Tensor, a_scale: float) -> tuple[Tensor, Tensor]:
-    """P of every matrix in float64, symmetric to the bit, NaN where there is none; and info."""
+    """P of every matrix in float64, NaN where there is none; and info. Of what lies above the diagonal the last bit may
+    differ from what lies below."""
     matrix = _copy(A, a_scale)
     matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
     root, info = torch.linalg.cholesky_ex(matrix)
     # cuSOLVER's info overlooks a NaN; the factor's diagonal doesn't.
-    nan = root.diagonal(dim1=-2, dim2=-1).isnan()
+    diagonal = root.diagonal(dim1=-2, dim2=-1)
+    nan = diagonal.isnan()
     info = torch.where((info == 0) & nan.any(-1), nan.int().argmax(-1).int() + 1, info)
+    diagonal.masked_fill_((info != 0).unsqueeze(-1), torch.nan)  # makes all of the inverse NaN
     # cholesky_inverse would go matrix by matrix here.
     eye = torch.eye(A.shape[-1], dtype=root.dtype, device=A.device)
     half = torch.linalg.solve_triangular(root, eye.expand_as(root), upper=False)
-    lower = (half.mT @ half).tril()
-    inverse = lower + lower.tril(-1).mT
-    return inverse.masked_fill((info != 0)[..., None, None], torch.nan), info
+    return half.mT @ half, info
 
 
 def _inverse_of_one(A: Tensor, a_scale: float) -> tuple[Tensor, int]:
-    """The same of a single matrix on a CPU."""
+    """The same of a single matrix on a CPU, symmetric to the bit."""
     matrix = _copy(A, a_scale)
     matrix.diagonal().add_(1.0)
     root, info = torch.linalg.cholesky_ex(matrix)

@@ -57,6 +57,30 @@ def test_accuracy(run, generator, family, d):
             assert relative_error(mine, want) <= 1e-6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fallback_on_a_gpu(cuda, generator, family):
+    """Batched there: as accurate, symmetric to the bit, NaN alone, and without waiting for the device."""
+    A, B, alpha = (tensor.to(cuda) for tensor in FAMILIES[family](generator, 64, 96))
+    A[1] = torch.ones(96, 96) - torch.eye(96)
+    A[2, 5, 3] = torch.nan
+    vdn_delta_factors(A, B, alpha, backend="torch")  # whatever is set up at a first call
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        T, J = vdn_delta_factors(A, B, alpha, backend="torch")
+        P, _ = vdn_delta_factors(A, B, torch.ones_like(alpha), backend="torch")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isnan(T[1:3]).all()
+    assert torch.isnan(J[1:3]).all()
+    assert same_bytes([P], [P.mT])
+    assert same_bytes([T], [alpha.unsqueeze(-1) * P])
+    sound = [0, *range(3, 64)]
+    inputs = [tensor[sound] for tensor in (A, B, alpha)]
+    for mine, theirs, want in zip((T[sound], J[sound]), chain(*inputs), exact(*inputs), strict=True):
+        assert relative_error(mine, want) <= relative_error(theirs, want)
+
+
 @pytest.mark.parametrize("d", [128, 64])
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_matrix_as_if_alone(run, generator, count, d):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+import torch
 
 from jit_kernels.dispatch import OPERATORS, Operator
 from jit_kernels.jit.arch import Target
@@ -44,3 +45,14 @@ operators_argument: Callable[..., Any] = click.argument(
     nargs=-1,
     callback=lambda context, parameter, value: value or tuple(OPERATORS.values()),
 )
+
+
+def device_of(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise click.UsageError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return device

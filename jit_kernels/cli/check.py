@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.markup import escape
 
 from jit_kernels.checks.provenance import provenance
 from jit_kernels.checks.result import CHECKS, Result
 from jit_kernels.checks.run import check as run_check
-from jit_kernels.cli.arguments import operators_argument
+from jit_kernels.cli.arguments import device_of, operators_argument
 from jit_kernels.cli.output import emit, json_option, progress, rows
 from jit_kernels.dispatch import BACKENDS, Operator
 
@@ -49,7 +48,7 @@ def check(
     implementation ran and why, and time and error beside those of what it replaces. Exits 1 if a check fails. On a CPU
     the workloads are smaller, and the table says so.
     """
-    where = _device(device)
+    where = device_of(device)
     repeats = repeats or (100 if where.type == "cuda" else 3)
     work = [(operator, sample) for operator in operators for sample in operator.workload.samples]
     results = []
@@ -72,17 +71,6 @@ def check(
     emit(document, as_json, lambda: _tables(results, origin))
     if failed:
         context.exit(1)
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise click.UsageError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def _tables(results: list[Result], where: dict[str, Any]) -> Iterator[Any]:
