@@ -1,0 +1,666 @@
+"""The benchmark: samples, gates, rows, result files, comparison. All but a GPU's own timing runs on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import statistics
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from jit_kernels.bench import ceilings, clocks, run, suite, vdn_script
+from jit_kernels.bench.compare import compare
+from jit_kernels.bench.details import LaunchCounter, condition
+from jit_kernels.bench.gate import judge, poisoned
+from jit_kernels.bench.mhc_pre_h_aggregate import eager, gold
+from jit_kernels.bench.peers import mhc_pre_h_aggregate as collapse_peers
+from jit_kernels.bench.peers import vdn_delta_factors as vdn_peers
+from jit_kernels.bench.record import Ceiling, Document, Estimate, Row, Timing, growths
+from jit_kernels.bench.row import with_rates
+from jit_kernels.bench.timing import (
+    MOST_BLOCKS,
+    CpuTimer,
+    CudaTimer,
+    NoGraphError,
+    graph_calls,
+    in_turn,
+    interleave,
+)
+
+from jit_kernels.cli import commands
+from jit_kernels.dispatch import OPERATORS
+
+CPU = suite.Setting(torch.device("cpu"))
+EXACT = (2**-8,)  # as the collapse's own gate
+
+
+def estimate(median: float, spread: float = 0.0, stable: bool = True) -> Estimate:
+    half = median * spread / 2
+    return Estimate(median=median, low=median - half, high=median + half, samples=30, stable=stable)
+
+
+# Samples and estimates
+
+
+def test_an_estimate_is_the_median_and_the_quartiles_of_all_blocks():
+    found = Estimate.of([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
+    assert (found.low, found.median, found.high, found.samples) == (3.0, 5.0, 7.0, 9)
+    assert found.spread == pytest.approx(4 / 5)
+    assert not found.stable
+
+
+@pytest.mark.parametrize(
+    ("medians", "stable"),
+    [
+        ((10, 10, 10), True),
+        ((10, 10.15, 10.1), True),
+        ((10, 10.3, 10), False),
+        ((10, 10), False),
+        ((99, 5, 5, 5), True),
+    ],
+)
+def test_stable_is_what_the_last_three_blocks_agree_on(medians, stable):
+    assert Estimate.of([[median] * 5 for median in medians]).stable == stable
+
+
+class ScriptedTimer(CpuTimer):
+    """Its shots give the samples that a test wrote down, and are noted in their order."""
+
+    block = 2
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def scripted(self, name, samples):
+        values = iter(samples)
+
+        def shot():
+            self.order.append(name)
+            value = next(values)
+            return lambda: value
+
+        return shot
+
+
+def test_candidates_take_turns_until_each_is_stable():
+    timer = ScriptedTimer()
+    wild = [float(i * i % 7 + 1) for i in range(100)]
+    found = interleave({"a": timer.scripted("a", [5.0] * 100), "b": timer.scripted("b", wild)}, timer)
+    assert timer.order[:2] == ["a", "b"]  # to warm up
+    assert timer.order[2:14] == ["a", "b"] * 6
+    assert set(timer.order[14:]) == {"b"}
+    assert found["a"] == Estimate(median=5.0, low=5.0, high=5.0, samples=6, stable=True)
+    counted = wild[1 : 1 + 2 * MOST_BLOCKS]
+    assert (found["b"].samples, found["b"].median) == (len(counted), statistics.median(counted))
+    assert not found["b"].stable
+
+
+def test_a_graph_holds_more_of_the_shorter_calls():
+    assert (graph_calls(1e6), graph_calls(200), graph_calls(0.0)) == (4, 15, 128)
+    assert in_turn(["a", "b", "c"], 7) == ["a", "b", "c", "a", "b", "c", "a"]
+
+
+def test_the_cpu_timer_times_the_call_it_is_given():
+    timer = CpuTimer()
+    short, long = (interleave({0: timer.eager([partial(sum, range(n))])}, timer)[0].median for n in (10, 100_000))
+    assert long > 100 * short > 0  # ten thousand times the numbers; the rest is for the call itself
+    with pytest.raises(NoGraphError, match="CPU"):
+        timer.graph([list])
+
+
+# The gate
+
+
+@pytest.fixture
+def inputs(generator):
+    return collapse_peers.inputs(64, generator, 3)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda out: out * 1.01, r"out: error \d.* exceeds 3.9e-03"),
+        (lambda out: out.index_fill(0, torch.tensor([1]), torch.nan), "out: error inf"),
+        (lambda out: out[:2], r"shape \[2, 64\], not \[3, 64\]"),
+    ],
+)
+def test_the_gate_sees_wrong_values_nan_and_wrong_shapes(inputs, spoil, says):
+    exact = gold(*(tensor.double() for tensor in inputs))
+    out = eager(*inputs)
+    assert judge(out, exact, ("out",), EXACT).failure == ""
+    assert re.search(says, judge(spoil(out), exact, ("out",), EXACT).failure)
+
+
+def test_the_gate_compares_bytes_where_they_are_promised():
+    zeros = torch.zeros(2, 4)
+    assert judge(zeros, (zeros.double(),), ("out",), EXACT, zeros.clone()).failure == ""
+    assert "bytes differ" in judge(zeros, (zeros.double(),), ("out",), EXACT, -zeros).failure  # -0.0 is not +0.0
+
+
+def test_what_a_call_leaves_unwritten_is_nan():
+    memory = torch.ones(2, 3)
+
+    def writes_half():
+        memory[0] = 1.0
+        return memory
+
+    (out,) = poisoned(writes_half)
+    assert out[0].tolist() == [1.0] * 3
+    assert out[1].isnan().all()
+
+
+# Rows: what is timed, and what is not
+
+
+class GraphTimer(CpuTimer):
+    """A graph as CUDA has it: the outputs of the capture are the memory that each replay writes again."""
+
+    kind = "cuda"
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor  # of what a replay computes
+
+    def graph(self, calls):
+        outputs = [suite.outputs_of(call()) for call in calls]
+
+        def shot():
+            for some, call in zip(outputs, calls, strict=True):
+                for out, value in zip(some, suite.outputs_of(call()), strict=True):
+                    out.copy_(value * self.factor)
+            return lambda: 7.0
+
+        return shot, outputs
+
+
+def entrant(name, call, **fields) -> suite.Entrant:
+    return suite.Entrant(name, "a candidate", "nowhere", suite.function(call), EXACT, **fields)
+
+
+def collapse_suite(*entrants) -> suite.Suite:
+    case = suite.Case(
+        "T=3 H=64", {"tokens": 3, "hidden_size": 64}, partial(collapse_peers.inputs, 64), 7 * 3 * 64, cpu=True
+    )
+    return suite.Suite("mhc_pre_h_aggregate", "forward", (case,), entrants, gold, ("out",))
+
+
+def bench_of(monkeypatch, *entrants, timer=None) -> Document:
+    monkeypatch.setattr(run, "suites", lambda operator: [collapse_suite(*entrants)])
+    bench = run.Bench([OPERATORS["mhc_pre_h_aggregate"]], CPU)
+    if timer is not None:
+        bench.timer = timer
+    return bench.run()
+
+
+def absent(setting):
+    raise suite.AbsentError("it is at sea")
+
+
+def fails(residual, pre):
+    raise RuntimeError("no kernel image\nand more")
+
+
+def covers_other_shapes(setting):
+    def prepare(residual, pre):
+        raise suite.AbsentError("it covers T=4")
+
+    return prepare
+
+
+def test_a_red_gate_is_not_timed_and_the_others_are(monkeypatch):
+    document = bench_of(
+        monkeypatch,
+        entrant("right", eager),
+        entrant("wrong", lambda residual, pre: eager(residual, pre) * 1.1),
+        entrant("fails", fails),
+        suite.Entrant("absent", "", "", absent, EXACT),
+        suite.Entrant("elsewhere", "", "", covers_other_shapes, EXACT),
+    )
+    (row,) = document.rows
+    assert not document.ok
+    assert document.complete
+    timings = {timing.candidate: timing for timing in row.timings}
+    assert timings["right"].gate == "passed"
+    assert timings["right"].eager.median > 0
+    assert timings["right"].errors["out"] <= EXACT[0]
+    assert timings["wrong"].gate == "failed"
+    assert timings["wrong"].time is None
+    assert "exceeds" in timings["wrong"].reason
+    assert (timings["fails"].gate, timings["fails"].reason) == ("failed", "RuntimeError: no kernel image")
+    assert (timings["elsewhere"].gate, timings["elsewhere"].reason) == ("not run", "it covers T=4")
+    listed = {candidate.name: (candidate.present, candidate.reason) for candidate in document.candidates}
+    assert listed["absent"] == (False, "it is at sea")
+    assert listed["right"] == (True, "")
+    assert "absent" not in timings
+
+
+def test_a_graph_is_timed_and_its_outputs_are_judged_too(monkeypatch):
+    document = bench_of(monkeypatch, entrant("right", eager), entrant("waits", eager, waits=True), timer=GraphTimer())
+    right, waits = document.rows[0].timings
+    assert document.ok
+    assert (right.graph.median, right.graph.stable) == (7.0, True)
+    assert 4 <= right.graph_calls <= 128
+    assert right.time == right.graph
+    assert waits.graph is None
+    assert waits.time == waits.eager
+    assert "wait" in waits.reason
+
+
+def test_a_replay_that_is_wrong_fails_the_gate(monkeypatch):
+    document = bench_of(monkeypatch, entrant("right", eager), timer=GraphTimer(factor=2.0))
+    (timing,) = document.rows[0].timings
+    assert (timing.gate, timing.time) == ("failed", None)
+    assert timing.reason.startswith("in a CUDA graph: out: error")
+
+
+def test_the_document_is_kept_after_every_row(monkeypatch):
+    one = collapse_suite(entrant("right", eager))
+    two = suite.replace(one, cases=(*one.cases, suite.replace(one.cases[0], label="again")))
+    monkeypatch.setattr(run, "suites", lambda operator: [two])
+    kept: list[Document] = []
+    run.Bench([OPERATORS["mhc_pre_h_aggregate"]], CPU, keep=kept.append).run()
+    assert [len(document.rows) for document in kept] == [1, 2, 2, 2]
+    assert [document.complete for document in kept] == [False, False, False, True]
+
+
+def row(times: dict[str, Estimate | None], count: int = 4, floor: float | None = None, **fields) -> Row:
+    timings = [
+        Timing(candidate=name, ours=name.startswith("ours"), gate="passed", eager=time, bytes=4_000_000)
+        for name, time in times.items()
+    ]
+    given = {"operator": "op", "direction": "forward", "label": f"N={count}", "parameters": {"count": count, "d": 8}}
+    return Row(
+        **given | {"bytes": 4_000_000, "flops": 10**9, "floor": floor, "floor_by": None, "began": 0.0} | fields,
+        timings=timings,
+    )
+
+
+def test_rates_floors_and_shares_come_from_the_runs_own_ceilings():
+    found = [
+        Ceiling(name="copy", unit="GB/s", value=estimate(4000.0)),
+        Ceiling(name="ffma", unit="TFLOP/s", value=estimate(60.0)),
+        Ceiling(name="fp64_tensor", unit="TFLOP/s", value=estimate(50.0)),
+        Ceiling(name="empty_kernel", unit="us", value=estimate(0.5)),
+    ]
+    made = with_rates(row({"ours": estimate(20.0), "peer": None}), found, {"ours": "fp64_tensor", "peer": "ffma"})
+    assert made.floor == pytest.approx(10**9 / 60e12 * 1e6)  # 16.7 us of FLOP against 1 us of bytes
+    assert made.floor_by == "ffma"
+    ours, peer = made.timings
+    assert ours.gb_per_s == pytest.approx(200.0)
+    assert ours.tflop_per_s == pytest.approx(50.0)
+    assert ours.share == pytest.approx({"copy": 0.05, "fp64_tensor": 1.0})
+    assert peer.share == {}
+    small = with_rates(row({}, bytes=4, flops=4), found, {})
+    assert (small.floor, small.floor_by) == (0.5, "empty_kernel")
+    assert with_rates(row({}), [], {}).floor is None
+
+
+def test_growth_is_what_one_more_costs():
+    (found,) = growths(
+        [row({"ours": estimate(10.0)}, 1), row({"ours": estimate(70.0)}, 21), row({"ours": estimate(30.0)}, 11)]
+    )
+    assert (found.along, found.fixed, found.sizes, found.times) == ("count", {"d": 8}, [1, 11, 21], [10.0, 30.0, 70.0])
+    assert found.per_unit == pytest.approx(4.0)
+    assert growths([row({"ours": estimate(1.0)})]) == []
+    assert growths([row({"ours": estimate(1.0)}, label=label) for label in "ab"]) == []
+
+
+# Result files and their comparison
+
+
+def document_of(*rows_: Row, **fields) -> Document:
+    given = {"provenance": {"device": "a GPU"}, "rows_set": "full", "timer": "cuda", "ok": True, "complete": True}
+    return Document(**given | {"seconds": 1.0} | fields, rows=list(rows_))
+
+
+def test_a_result_file_is_read_back(tmp_path):
+    written = document_of(
+        row({"ours": estimate(1.25)}, floor=1.0), ceilings=[Ceiling(name="copy", unit="GB/s", value=estimate(4e3))]
+    )
+    written.write(tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text())["schema"] == 2
+    read = Document.read(tmp_path / "a.json")
+    assert read == written
+    assert read.ceiling("copy") == 4e3
+    assert read.ceiling("ffma") is None
+    assert read.row("op", "forward", "N=4").timing("ours").eager.median == 1.25
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.json"]
+
+
+def test_an_infinite_error_is_written_and_read(tmp_path):
+    nan = row({}).model_copy(
+        update={"timings": [Timing(candidate="x", ours=False, gate="failed", errors={"out": float("inf")})]}
+    )
+    document_of(nan).write(tmp_path / "a.json")
+    strict = json.loads(
+        (tmp_path / "a.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
+    assert strict["rows"][0]["timings"][0]["errors"] == {"out": "Infinity"}
+    assert Document.read(tmp_path / "a.json").rows[0].timings[0].errors == {"out": float("inf")}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "Invalid JSON"),
+        ('{"schema": 2}', "provenance: Field required"),
+        ("[]", "the file: Input should be an object"),
+    ],
+)
+def test_what_is_no_result_file_is_refused_by_name(tmp_path, text, says):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=says) as caught:
+        Document.read(tmp_path / "x.json")
+    assert "x.json is no result file" in str(caught.value)
+
+
+def verdicts(old: Document, new: Document) -> dict[str, str]:
+    return {f"{one.label} {one.candidate}": one.verdict for one in compare(old, new)}
+
+
+def test_a_figure_is_worse_when_its_ratio_to_the_ceiling_grows_beyond_noise():
+    times = {"ours": estimate(12.0), "ours noisy": estimate(12.0, 0.1), "peer": estimate(12.0)}
+    old = document_of(row(times, floor=10.0))
+    same = document_of(row(times | {"ours": estimate(12.3)}, floor=10.0))
+    slower = {name: estimate(13.0, time.spread) for name, time in times.items()}
+    assert verdicts(old, same) == {"N=4 ours": "same", "N=4 ours noisy": "same"}
+    assert verdicts(old, document_of(row(slower, floor=10.0))) == {"N=4 ours": "worse", "N=4 ours noisy": "same"}
+    # On a machine that is slower by as much, nothing got worse; on a faster one the same time is worse.
+    assert set(verdicts(old, document_of(row(slower, floor=10.0 * 13 / 12))).values()) == {"same"}
+    assert verdicts(old, document_of(row(times, floor=9.0)))["N=4 ours"] == "worse"
+    assert verdicts(old, document_of(row(times, floor=11.0)))["N=4 ours"] == "better"
+
+
+def test_what_is_missing_new_or_red_is_told():
+    ours = row({"ours": estimate(12.0)}, floor=10.0)
+    other = row({"ours": estimate(12.0)}, 8, floor=10.0)
+    red = ours.model_copy(update={"timings": [Timing(candidate="ours", ours=True, gate="failed", reason="off by one")]})
+    assert verdicts(document_of(ours), document_of(other)) == {"N=4 ours": "missing", "N=8 ours": "new"}
+    assert verdicts(document_of(ours), document_of(red)) == {"N=4 ours": "failed"}
+    assert verdicts(document_of(red), document_of(ours)) == {"N=4 ours": "new"}
+    (found,) = compare(document_of(ours), document_of(red))
+    assert found.note == "off by one"
+
+
+def command(*arguments: str, code: int = 0):
+    result = CliRunner().invoke(commands, ["bench", *arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+@pytest.mark.parametrize(("new", "code"), [(12.1, 0), (14.0, 1)])
+def test_compare_exits_by_what_it_finds(tmp_path, new, code):
+    paths = [str(tmp_path / name) for name in ("old.json", "new.json")]
+    for path, time in zip(paths, (12.0, new), strict=True):
+        document_of(row({"ours": estimate(time)}, floor=10.0)).write(Path(path))
+    assert "N=4" in command("compare", *paths, code=code).stdout
+    found = json.loads(command("compare", *paths, "--json", code=code).stdout)
+    assert found["ok"] == (code == 0)
+    assert found["differences"][0]["old"] == pytest.approx(1.2)
+
+
+def test_compare_refuses_where_there_is_nothing_to_compare(tmp_path):
+    path = tmp_path / "cpu.json"
+    document_of(row({"ours": estimate(12.0)})).write(path)
+    assert "nothing to compare" in command("compare", str(path), str(path), code=1).output
+
+
+# The clocks
+
+
+def test_clocks_are_read_and_reasons_named():
+    lines = ["1980, 3201, 41, 351.62, 0x0000000000000000", "345, 3201, 30, 75.1, 0x0000000000000001"]
+    lines += ["1500, 3201, 60, 700.0, 0x0000000000000024", "1980, 3201, [N/A], 1, 0x0", "19"]
+    busy, idle, held = clocks.parse(lines, started=2.0)
+    assert (busy.sm_mhz, busy.memory_mhz, busy.celsius, busy.watts, busy.reasons) == (1980, 3201, 41, 351.62, [])
+    assert idle.reasons == []
+    assert held.reasons == ["software power cap", "software thermal slowdown"]
+    assert [reading.seconds for reading in (busy, idle, held)] == [2.0, 3.0, 4.0]
+
+
+def test_the_log_runs_beside_and_ends_with_the_run(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *clocks_event_reasons*) exit 2;; esac\n'  # an older driver
+        'echo "1980, 3201, 41, 351.62, 0x4"\n'
+        f'case "$*" in *--loop-ms*) echo $$ > {tmp_path}/pid; exec sleep 60;; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(clocks, "_identity", lambda device: "GPU-0")
+    log = clocks.ClockLog(torch.device("cuda"))
+    with log.running():
+        for _ in range(200):
+            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip():
+                break
+            clocks.time.sleep(0.05)
+    assert [reading.reasons for reading in log.readings] == [["software power cap"]]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+# The suites
+
+
+def test_the_collapses_rows_are_those_of_the_pull_request_and_more():
+    for direction, found in zip(("forward", "backward"), collapse_peers.SUITES, strict=True):
+        sizes = {(case.parameters["tokens"], case.parameters["hidden_size"]) for case in found.cases}
+        assert found.direction == direction
+        assert sizes == {(t, h) for t in (1, 8, 32, 128, 512, 1024, 8192) for h in (4096, 5120, 7168)}
+
+
+def why_absent(one: suite.Entrant) -> str | None:
+    try:
+        one.have(CPU)
+    except suite.AbsentError as absent:
+        return str(absent)
+    return None
+
+
+@pytest.mark.parametrize(
+    "found", [*collapse_peers.SUITES, *vdn_peers.SUITES], ids=lambda s: f"{s.operator} {s.direction}"
+)
+def test_every_candidate_is_there_or_says_why_not(found):
+    for one in found.entrants:
+        assert why_absent(one) is None or len(why_absent(one)) > 10
+        assert one.what
+        assert one.how
+        assert len(one.bounds) == len(found.outputs)
+    labels = [case.label for case in found.cases]
+    assert len(set(labels)) == len(labels)
+    assert {one.name for one in found.entrants if one.ours} >= {"jit_kernels fallback"}
+
+
+def test_the_compiled_backward_is_autograds(generator):
+    grad, residual, pre = (t.double() for t in collapse_peers.inputs_backward(64, generator, 3))
+    right = suite.gradient_gold(gold, 1)(grad, residual, pre)
+    for mine, exact in zip(collapse_peers.closed_form(grad, residual, pre), right, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-6, atol=1e-6)  # its upstream passes through float32
+
+
+def test_an_operator_without_peers_runs_on_its_workload(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (found,) = suite.suites(OPERATORS["mhc_pre_h_aggregate"])
+    assert [one.name for one in found.entrants] == ["jit_kernels", "jit_kernels fallback", "torch eager"]
+    assert len(found.cases) == len(OPERATORS["mhc_pre_h_aggregate"].workload.samples)
+    monkeypatch.undo()
+    found = suite.replace(found, cases=found.cases[:1])
+    monkeypatch.setattr(run, "suites", lambda operator: [found])
+    document = run.Bench([OPERATORS["mhc_pre_h_aggregate"]], CPU).run()
+    assert document.ok
+    assert [timing.gate for timing in document.rows[0].timings] == ["passed", "passed"]
+
+
+def test_condition_is_that_of_the_matrix_which_is_inverted():
+    A = torch.diag_embed(torch.tensor([[0.0, 99.0], [1.0, 3.0], [0.0, 9.0]]))
+    assert condition(A) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "found"),
+    [
+        ([9.0, 1.0, 2.0, 9.0, 3.0, 5.0], {"launches": 2, "kernel": 5.5}),  # each 9 is the flush before a call
+        ([9.0, 1.0, 9.0, 3.0, 5.0], {}),  # calls that differ
+        ([9.0, 9.0], {}),
+        ([], {}),
+    ],
+)
+def test_launches_are_counted_without_the_flushs_own(monkeypatch, seen, found):
+    monkeypatch.setattr(LaunchCounter, "_profile", lambda self, steps: [9.0] if len(steps) == 1 else seen)
+    assert LaunchCounter().count([list, list]) == found
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    "build", [ceilings.build, collapse_peers.build_one_block], ids=["ceilings", "one block a token"]
+)
+def test_the_benchmarks_own_kernels_compile_and_check_their_arguments(build, target):
+    module = build(target).load()
+    wrong = torch.zeros(3, 4, 8)
+    call = module.read if build is ceilings.build else partial(module.forward, wrong)
+    with pytest.raises(ValueError, match=r"expected .*got float32\[3, 4, 8\]"):
+        call(wrong, wrong)
+
+
+# The commands
+
+
+def test_a_run_on_a_cpu_says_that_it_is_one(tmp_path):
+    path = tmp_path / "out.json"
+    result = command("vdn_delta_factors", "--rows", "quick", "--device", "cpu", "--output", str(path), "--json")
+    document = Document.model_validate_json(result.stdout)
+    assert document == Document.read(path)
+    assert document.ok
+    assert document.complete
+    assert document.timer == "cpu"
+    assert "no GPU" in document.notes[0]
+    assert {row.label for row in document.rows} == {"N=1 d=128"}
+    assert {timing.candidate for timing in document.rows[0].timings} >= {"jit_kernels fallback", "torch chain"}
+    missing = {one.name: one.reason for one in document.candidates if not one.present}
+    assert {"jit_kernels fp64_tensor", "jit_kernels fp32", "cuSOLVERDx"} <= set(missing)
+    assert all(missing.values())
+    families = {(one.family, one.candidate): one for one in document.accuracy if one.direction == "forward"}
+    hard = "correlated 0.98, beta 100"
+    ours, chains = families[hard, "jit_kernels fallback"], families[hard, "torch chain"]
+    assert ours.samples >= 64
+    assert 1e4 < ours.cond < 1e6
+    for output in "TJ":
+        assert ours.median[output] <= ours.worst[output] < 1e-6 < chains.worst[output]
+    assert "vdn_delta_factors forward N=1 d=128" in result.stderr
+
+
+def test_a_red_gate_exits_1(monkeypatch):
+    monkeypatch.setattr(
+        run, "suites", lambda operator: [collapse_suite(entrant("wrong", lambda r, p: eager(r, p) * 2))]
+    )
+    result = command("mhc_pre_h_aggregate", "--device", "cpu", code=1)
+    assert "FAILED mhc_pre_h_aggregate forward T=3 H=64 wrong: out: error" in result.stdout
+
+
+@contextmanager
+def module_of(tmp_path, monkeypatch, text):
+    (tmp_path / "stranger.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+
+
+STRANGER = """
+import torch
+def inverse(A, B, alpha):
+    P = torch.linalg.inv(torch.eye(A.shape[-1], dtype=A.dtype) + A)
+    return alpha.unsqueeze(-1) * P, B @ P
+def off(A, B, alpha):
+    T, J = inverse(A, B, alpha)
+    return T, J * (1 + 1e-5)
+def flat(A, B, alpha):
+    return A[0], B[0]
+"""
+
+
+def script(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(vdn_script.main, ["--device", "cpu", "--frames", "2", "--heads", "1", *arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "line"),
+    [
+        ("inverse", 0, r"stranger:inverse +│ OK .*│ OK "),
+        ("off", 1, r"stranger:off +│ OK .*│ FAIL .*1\.0\de-05"),
+        ("flat", 1, r"stranger:flat +│ FAIL .*ValueError: expected \[2, 64, 64\]"),
+    ],
+)
+def test_a_strangers_candidate_is_judged(tmp_path, monkeypatch, name, code, line):
+    monkeypatch.setattr(vdn_script, "TIMED", 3)  # what its time is doesn't matter here
+    with module_of(tmp_path, monkeypatch, STRANGER):
+        output = script("--head-dim", "64", "--candidate", f"stranger:{name}", code=code)
+    assert re.search(line, output), output
+    assert re.search(r"jit_kernels fallback +│ OK .*│ OK ", output)
+    assert "no GPU: times by a clock" in output
+    assert "absent: jit_kernels fused: the tensors are on cpu" in output
+
+
+def test_where_the_chain_misses_1e_6_no_worse_than_the_chain_is_ok():
+    assert vdn_script.verdict(9e-7, 1e-8) == "OK"
+    assert vdn_script.verdict(2e-6, 1e-8) == "FAIL"
+    assert vdn_script.verdict(2e-6, 3e-6) == "OK"
+    assert vdn_script.verdict(float("inf"), 3e-6) == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--candidate", "stranger"), "expected module:function"),
+        (("--candidate", "no_such_module:f"), "No module named 'no_such_module'"),
+        (("--candidate", "math:pi"), "pi is no function"),
+        (("--family", "spectrum 1e3", "--tokens", "16"), "has its own tokens and betas"),
+        (("--family", "no such"), "spectrum 1e3"),
+    ],
+)
+def test_wrong_usage_of_the_script_is_told(arguments, says):
+    assert says in script(*arguments, code=2)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_known_work_takes_its_known_time(cuda):
+    timer = CudaTimer(cuda)
+    with timer.running():
+        one, four = (torch.ones(n << 26, device=cuda) for n in (1, 4))
+        shots = {n: timer.graph([partial(torch.neg, x)] * 4)[0] for n, x in ((1, one), (4, four))}
+        found = interleave(shots, timer)
+    assert 3 < found[4].median / found[1].median < 5  # 2 GiB against 512 MiB through memory, launches aside
+    with timer.running(), pytest.raises(NoGraphError):
+        timer.graph([one.sum().item])
+
+
+@pytest.mark.gpu
+@pytest.mark.compiler
+def test_a_row_on_a_gpu_has_all_its_figures(cuda, monkeypatch):
+    operator = OPERATORS["mhc_pre_h_aggregate"]
+    one = collapse_suite(suite.fused(operator, bounds=EXACT), entrant("torch eager", eager))
+    one = suite.replace(one, cases=(suite.replace(one.cases[0], detail=True, host=True),))
+    monkeypatch.setattr(run, "suites", lambda operator: [one])
+    document = run.Bench([operator], suite.Setting(cuda)).run()
+    assert document.ok
+    (row,) = document.rows
+    assert row.floor_by == "empty_kernel"
+    assert row.host_add.median > 0
+    ours, theirs = row.timings
+    assert (ours.launches, theirs.launches) == (1, 3)  # a product, a sum, a rounding
+    for timing in row.timings:
+        assert 0 < timing.kernel < 100
+        assert 0 < timing.graph.median < timing.eager.median
+        assert timing.host.median > 0
+        assert timing.peak_bytes >= 3 * 64 * 2
+    assert ours.graph.median < theirs.graph.median
+    assert {ceiling.name for ceiling in document.ceilings} == {"copy", "read", "ffma", "fp64_tensor", "empty_kernel"}
+    assert all(ceiling.value.median > 0 for ceiling in document.ceilings)
+    assert document.first_calls[0].warm_milliseconds > 0
