@@ -141,9 +141,7 @@ def main(output: Path, skip: tuple[str, ...]) -> None:
         "tests of the operators": partial(
             run_tests, "mhc_pre_h_aggregate", "vdn_delta_factors", "torch_op", "dispatch", "sglang_source"
         ),
-        "tests of what stands on them": partial(
-            run_tests, "checks", "integration_transformers", "integration_rl_kernel"
-        ),
+        "tests of the drop-ins": partial(run_tests, "checks", "integration_transformers", "integration_rl_kernel"),
         "sanitizer": sanitizer,
     }
     with tempfile.TemporaryDirectory() as cache:
