@@ -435,8 +435,11 @@ inline Pre view_pre(const TensorView& t) { return {static_cast<const float*>(t.d
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// out [T, H] bf16 contiguous; residual [T, 4, H] bf16 and pre [T, 4] fp32, any strides.
-inline void forward(TensorView out, TensorView residual, TensorView pre) {
+// out [..., H] bf16 contiguous; residual [..., 4, H] bf16 and pre [..., 4] fp32, any strides.
+inline void forward(TensorView out_given, TensorView residual_given, TensorView pre_given) {
+  const Flattened<1> out_flat("out", out_given), pre_flat("pre", pre_given);
+  const Flattened<2> residual_flat("residual", residual_given);
+  const TensorView out = out_flat.view(), residual = residual_flat.view(), pre = pre_flat.view();
   const DLDevice device = residual.device();
   constexpr auto kAny = Expect::kAny;
   Expect("residual", residual).on(device).dtype<__nv_bfloat16>().shape({kAny, kStreams, kAny});

@@ -79,9 +79,14 @@ enum class Precision { kFp64Tensor, kFp32 };
 
 template <int kDim, Precision kPrecision>
 struct VdnDeltaFactors {
-  static void run(TensorView T, TensorView J, TensorView A, TensorView B, TensorView alpha, double a_scale,
-                  double b_scale, tvm::ffi::Optional<TensorView> info) {
+  // T, J, A, B [..., kDim, kDim], alpha [..., kDim], info [count].
+  static void run(TensorView T_given, TensorView J_given, TensorView A_given, TensorView B_given,
+                  TensorView alpha_given, double a_scale, double b_scale, tvm::ffi::Optional<TensorView> info) {
     // 1. Validate.
+    const Flattened<2> T_flat("T", T_given), J_flat("J", J_given), A_flat("A", A_given), B_flat("B", B_given);
+    const Flattened<1> alpha_flat("alpha", alpha_given);
+    const TensorView T = T_flat.view(), J = J_flat.view(), A = A_flat.view(), B = B_flat.view();
+    const TensorView alpha = alpha_flat.view();
     const DLDevice device = A.device();
     Expect("A", A).on(device).dtype<float>().shape({Expect::kAny, kDim, kDim});
     const int64_t count = A.size(0);

@@ -55,6 +55,43 @@ inline std::string describe(const TensorView& t) {
   return out.str();
 }
 
+// A tensor whose leading dimensions are taken as one, as they can be where they lie evenly in memory. Views of it live
+// no longer than this.
+template <int kCore>
+class Flattened {
+ public:
+  Flattened(const char* name, const TensorView& t)
+      : tensor_{t.data_ptr(), t.device(), kCore + 1, t.dtype(), shape_, strides_, 0} {
+    const int batch = t.ndim() - kCore;
+    if (batch < 0)
+      TVM_FFI_THROW(ValueError) << name << ": expected at least " << kCore << " dimensions, got " << describe(t);
+    for (int i = 0; i < kCore; ++i) {
+      shape_[1 + i] = t.size(batch + i);
+      strides_[1 + i] = t.stride(batch + i);
+    }
+    int64_t& count = shape_[0] = 1;
+    int64_t& stride = strides_[0] = 0;
+    for (int i = batch - 1; i >= 0; --i) {
+      if (t.size(i) == 1) continue;
+      if (count == 1) {
+        stride = t.stride(i);
+      } else if (count != 0 && t.size(i) != 0 && t.stride(i) != stride * count) {
+        TVM_FFI_THROW(ValueError) << name << ": expected leading dimensions that lie evenly in memory, got "
+                                  << describe(t);
+      }
+      count *= t.size(i);
+    }
+  }
+  Flattened(const Flattened&) = delete;
+  Flattened& operator=(const Flattened&) = delete;
+
+  TensorView view() const { return TensorView(&tensor_); }
+
+ private:
+  int64_t shape_[kCore + 1], strides_[kCore + 1];
+  DLTensor tensor_;
+};
+
 class Expect {
  public:
   static constexpr int64_t kAny = -1;
