@@ -353,16 +353,36 @@ def test_what_the_quick_way_does_not_serve_goes_the_careful_way(make_toy, answer
 
 @pytest.mark.gpu
 @pytest.mark.compiler
+@pytest.mark.parametrize("batch", [(6,), (2, 3)])
 @pytest.mark.parametrize("name", OPS)
-def test_serving_calls_take_the_quick_way(shared_cache, monkeypatch, name):
+def test_serving_calls_take_the_quick_way(shared_cache, monkeypatch, name, batch):
     operator = OPERATORS[name]
     op = getattr(jit_kernels, name)
-    arguments = collapse_arguments() if name == "mhc_pre_h_aggregate" else factor_arguments(d=64)
-    arguments = [argument.cuda() for argument in arguments]
+    arguments = collapse_arguments(6) if name == "mhc_pre_h_aggregate" else factor_arguments(6, d=64)
+    arguments = [argument.cuda().unflatten(0, batch) for argument in arguments]
     careful = operator.run(operator.complete(tuple(arguments)), "fused")
     monkeypatch.setattr(Operator, "run", lambda *args: pytest.fail("the careful way was taken"))
     torch.testing.assert_close(op(*arguments), careful, rtol=0, atol=0)
     torch.testing.assert_close(op(*arguments, backend="fused"), careful, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.compiler
+def test_a_batch_that_lies_unevenly_is_served_too(shared_cache):
+    residual, pre = collapse_arguments(6)
+    wide = torch.zeros(2, 5, 4, 16).bfloat16()
+    wide[:, :3] = residual.unflatten(0, (2, 3))
+    expected = mhc_pre_h_aggregate(residual, pre).unflatten(0, (2, 3))
+    uneven = wide.cuda()[:, :3]
+    torch.testing.assert_close(
+        mhc_pre_h_aggregate(uneven, pre.cuda().unflatten(0, (2, 3)), backend="fused").cpu(), expected, rtol=0, atol=0
+    )
+    A, B, alpha = (tensor.cuda() for tensor in factor_arguments(6, d=64))
+    alpha = alpha[:2].unsqueeze(1).expand(2, 3, 64)
+    found = vdn_delta_factors(A.unflatten(0, (2, 3)), B.unflatten(0, (2, 3)), alpha, backend="fused")
+    same = vdn_delta_factors(A, B, alpha.reshape(6, 64), backend="fused")
+    for one, other in zip(found, same, strict=True):
+        assert torch.equal(one.flatten(0, 1), other)
 
 
 def test_a_schema_must_name_the_tensors_first(make_toy):

@@ -78,12 +78,19 @@ def fused(residual: Tensor, pre: Tensor) -> Tensor:
 def quick(residual: Tensor, pre: Tensor) -> Tensor | None:
     index = residual.get_device()
     run = OPERATOR.launchers.get(("forward", index))
-    if run is None or residual.dtype is not torch.bfloat16 or residual.ndim != 3:
+    if run is None or residual.dtype is not torch.bfloat16:
         return None
-    tokens, _, hidden = residual.shape
-    if tokens == 0:
+    if residual.ndim == 3:
+        tokens, _, hidden = residual.shape
+        shape, strides = (tokens, hidden), (hidden, 1)
+    elif residual.ndim == 4:
+        batch, tokens, _, hidden = residual.shape
+        shape, strides = (batch, tokens, hidden), (tokens * hidden, hidden, 1)
+    else:
         return None
-    out = torch_op.empty((tokens, hidden), (hidden, 1), torch.bfloat16, index)
+    if 0 in shape:
+        return None
+    out = torch_op.empty(shape, strides, torch.bfloat16, index)
     run(out, residual, pre)
     return out
 

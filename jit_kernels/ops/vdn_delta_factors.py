@@ -87,14 +87,20 @@ def quick(
     check_errors: bool,
     precision: str | None,
 ) -> tuple[Tensor, Tensor] | None:
-    if check_errors or A.dtype is not torch.float32 or A.ndim != 3:
+    if check_errors or A.dtype is not torch.float32:
         return None
-    count, d, _ = A.shape
+    d = A.shape[-1]
+    if A.ndim == 3:
+        shape, strides = (A.shape[0], d, d), (d * d, d, 1)
+    elif A.ndim == 4:
+        outer, inner = A.shape[:2]
+        shape, strides = (outer, inner, d, d), (inner * d * d, d * d, d, 1)
+    else:
+        return None
     index = A.get_device()
     run = OPERATOR.launchers.get(("run", index, d, precision))
-    if run is None or count == 0:
+    if run is None or 0 in shape:
         return None
-    shape, strides = (count, d, d), (d * d, d, 1)
     T = torch_op.empty(shape, strides, torch.float32, index)
     J = torch_op.empty(shape, strides, torch.float32, index)
     run(T, J, A, B, alpha, a_scale, b_scale, None)
