@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import standins
 import torch
 from click.testing import CliRunner
 
@@ -340,3 +342,61 @@ def test_the_command_itself_exits_1_where_something_is_broken(tmp_path):
     assert done.returncode == 1
     assert "is no folder" in done.stdout
     assert not done.stderr
+
+
+# The plug-ins
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """A stand-in of vLLM, and the switch on."""
+    monkeypatch.setenv("JIT_KERNELS_INTEGRATIONS", "vllm")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    folder = standins.write(tmp_path / "clients", "vllm", "0.33.0")
+    with standins.importable("vllm", folder):
+        yield folder
+
+
+def test_plug_ins_are_off_unless_asked_for(machine, tmp_path):
+    assert of(examine(), "plug-in sglang")["found"] == "off"
+    with standins.importable("vllm", standins.write(tmp_path / "clients", "vllm", "0.33.0")):
+        found = of(examine(), "plug-in vllm")
+    assert (found["state"], found["found"]) == ("ok", "off; vllm 0.33.0 is installed")
+    assert "JIT_KERNELS_INTEGRATIONS=vllm" in found["cure"]
+
+
+def test_a_plug_in_that_will_run_is_on(machine, vllm, monkeypatch):
+    monkeypatch.setattr(metadata, "entry_points", lambda **named: [named["group"]])
+    found = examine()
+    assert of(found, "plug-in vllm")["found"] == "on in vllm 0.33.0; tested with 0.33.0"
+    assert of(found, "plug-in sglang")["found"] == "off"
+    assert "vllm.model_executor" not in sys.modules, "doctor imports no client"
+    monkeypatch.setenv("VLLM_PLUGINS", "other, jit_kernels")
+    assert of(examine(), "plug-in vllm")["state"] == "ok"
+
+
+def test_a_plug_in_asked_for_whose_client_is_not_there_is_a_problem(machine, monkeypatch):
+    monkeypatch.setenv("JIT_KERNELS_INTEGRATIONS", "all")
+    for name, version in (("sglang", "0.5.23"), ("vllm", "0.33.0")):
+        found = of(examine(code=1), f"plug-in {name}")
+        assert (found["state"], found["found"]) == ("problem", f"{name} is not installed")
+        assert f"install {name} {version}, or take it out of JIT_KERNELS_INTEGRATIONS" in found["cure"]
+
+
+def test_a_client_of_another_version_is_a_problem_by_name(machine, vllm):
+    standins.put(vllm, f"{standins.KERNELS}/triton.py", "def hc_collapse_triton(x", "def collapse(x")
+    found = of(examine(code=1), "plug-in vllm")
+    assert found["state"] == "problem"
+    assert "has no 'hc_collapse_triton'" in found["found"]
+    assert "install vllm 0.33.0" in found["cure"]
+
+
+def test_a_plug_in_that_its_client_will_not_find_is_a_problem(machine, vllm, monkeypatch):
+    monkeypatch.setattr(metadata, "entry_points", lambda **named: [])
+    found = of(examine(code=1), "plug-in vllm")
+    assert "vllm can't find it: jit-kernels is not installed as a package" in found["found"]
+    monkeypatch.setattr(metadata, "entry_points", lambda **named: [named["group"]])
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    found = of(examine(code=1), "plug-in vllm")
+    assert "VLLM_PLUGINS=lora_filesystem_resolver leaves it out" in found["found"]
+    assert "add jit_kernels to VLLM_PLUGINS" in found["cure"]

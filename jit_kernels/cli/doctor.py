@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def env(as_json: bool) -> None:
     for variable in settings.VARIABLES:
         try:
             value = variable.get()
-            effective = ":".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+            effective = _shown(value)
         except ValueError as error:
             effective = f"invalid: {error}"
         table.append(
@@ -60,6 +61,12 @@ def env(as_json: bool) -> None:
             rows(None, ("variable", "effective", "meaning"), ((v["name"], v["effective"], v["meaning"]) for v in table))
         ],
     )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return (os.pathsep if any(isinstance(part, Path) for part in value) else ",").join(map(str, value))
+    return "" if value is None else str(value)
 
 
 @click.command()
@@ -109,6 +116,7 @@ def examine() -> Iterator[Finding]:
     yield from _tools()
     yield from _places()
     yield from _calls()
+    yield from _plugins()
 
 
 def _devices() -> Iterator[Finding]:
@@ -223,3 +231,34 @@ def _first_call(what: str, kernel: Any, name: str) -> Finding:
     except JitError as error:
         return Finding(what, "problem", f"runs the torch fallback: {error.cause}", error.cure)
     return Finding(what, "ok", "the first call compiles the fused kernel, which takes some seconds", warm)
+
+
+def _plugins() -> Iterator[Finding]:
+    """For each stack that loads us as a plug-in: whether it will, and whether that can work."""
+    from jit_kernels.integrations import IntegrationError, sglang, version_of, vllm
+    from jit_kernels.integrations.plugin import NAME
+
+    switch = settings.INTEGRATIONS.name
+    for client in (sglang.CLIENT, vllm.CLIENT):
+        what, here = f"plug-in {client.name}", f"{client.name} {version_of(client.name)}"
+        selected = os.environ.get(client.selection)
+        undo = f"or take it out of {switch}"
+        if client.name not in settings.INTEGRATIONS.get():
+            if version_of(client.name) is None:
+                yield Finding(what, "ok", "off")
+            else:
+                yield Finding(what, "ok", f"off; {here} is installed", f"{switch}={client.name} switches it on")
+            continue
+        try:
+            client.require()
+        except IntegrationError as error:
+            yield Finding(what, "problem", str(error), f"install {client.name} {client.tested}, {undo}")
+            continue
+        if not metadata.entry_points(group=client.group, name=NAME):
+            found = f"asked for, but {client.name} can't find it: jit-kernels is not installed as a package"
+            yield Finding(what, "problem", found, f"pip install jit-kernels, {undo}")
+        elif selected and NAME not in [name.strip() for name in selected.split(",")]:
+            found = f"asked for, but {client.selection}={selected} leaves it out"
+            yield Finding(what, "problem", found, f"add {NAME} to {client.selection}, {undo}")
+        else:
+            yield Finding(what, "ok", f"on in {here}; tested with {client.tested}")

@@ -5,11 +5,13 @@ An integration imports its client when it is installed, not before; ``import jit
 
 from __future__ import annotations
 
+import importlib.abc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -78,15 +80,54 @@ class Patch:
             IntegrationError: somebody replaced one of the names since; nothing has been changed.
         """
         with self._lock:
-            for change, _, ours in self._placed:
-                if vars(change.owner).get(change.name) is not ours:
-                    raise IntegrationError(
-                        f"{_name(change.owner)}.{change.name} was replaced again after jit_kernels replaced it: "
-                        f"undo that first"
-                    )
+            self.require_untouched()
             for change, original, ours in self._placed:
                 _put(change, ours, original)
             self._placed = []
+
+    def require_untouched(self) -> None:
+        """Makes sure that `uninstall` can do its work.
+
+        Raises:
+            IntegrationError: somebody replaced one of the names since.
+        """
+        for change, _, ours in self._placed:
+            if vars(change.owner).get(change.name) is not ours:
+                raise IntegrationError(
+                    f"{_name(change.owner)}.{change.name} was replaced again after jit_kernels replaced it: "
+                    f"undo that first"
+                )
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Does something to a module as soon as it has been imported: at once, or when its client imports it."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
+
+    def wait(self) -> None:
+        if self.name in sys.modules:
+            self.then(sys.modules[self.name])
+        else:
+            sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == self.name else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.stop()
+            self.then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def rebind(old: Any, new: Any) -> None:
