@@ -58,7 +58,7 @@ def python(*arguments: str, **env: str) -> subprocess.CompletedProcess:
 
 def cold_start() -> dict[str, Any]:
     """Every kernel compiled, one at a time, into an empty cache: what a first call waits for."""
-    done = python("-m", "jit_kernels.cli", "warmup", "--jobs", "1", "--json")
+    done = python("-m", "jit_kernels.cli", "warmup", "--jobs", "1", "--json", JIT_KERNELS_PREBUILT_DIR="")
     kernels = json.loads(done.stdout)["kernels"] if done.stdout else []
     return {"ok": done.returncode == 0, "kernels": kernels, "errors": done.stderr[-2000:]}
 

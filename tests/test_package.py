@@ -79,7 +79,12 @@ def metadata_of(wheel: Path) -> Message:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel, checkout):
     expected = {"jit_kernels/py.typed"}
-    for folder, kinds in (("jit_kernels", "py"), ("csrc", "cuh cu h"), ("fallbacks", "py"), ("bench", "py cuh cu html")):
+    for folder, kinds in (
+        ("jit_kernels", "py"),
+        ("csrc", "cuh cu h"),
+        ("fallbacks", "py"),
+        ("bench", "py cuh cu html"),
+    ):
         place = Path() if folder == "jit_kernels" else Path("jit_kernels")
         for kind in kinds.split():
             for path in (checkout / folder).rglob(f"*.{kind}"):
