@@ -36,7 +36,8 @@ def build(target: Target) -> Kernel:
 def measure(timer: CudaTimer) -> tuple[list[Ceiling], str]:
     """The ceilings, and why some of them are missing: the text is empty where none is."""
     device = timer.device
-    source = torch.rand(COPIED // 4, device=device)
+    # A generator of its own: a capture that failed leaves torch's default one unusable.
+    source = torch.rand(COPIED // 4, device=device, generator=torch.Generator(device))
     destination = torch.empty_like(source)
     shots: dict[CeilingName, Shot] = {"copy": timer.queued(lambda: destination.copy_(source))}
     try:

@@ -2,7 +2,8 @@
 
 Torch runs four batched fp64 products (cuBLAS) and elementwise kernels over fp64 tensors of the matrices' size. Each
 kernel waits for its launch and a trip to memory, then moves its bytes; nothing overlaps. A product takes the larger of
-its bytes and its FLOP over the share of the tensor rate that cuBLAS reaches on matrices of 128 x 128.
+its bytes and its FLOP over the share of the tensor rate that cuBLAS reaches on matrices of 128 x 128, and no less than
+one tile takes one multiprocessor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from jit_kernels.bench.cost.delta_factors import FULL, OPERATOR, TRIP, Fp32, Fp6
 from jit_kernels.bench.cost.machine import Machine, Prediction, Rows
 
 PRODUCTS = 4
+TILE = 64  # rows and columns of a product that cuBLAS gives to one block: inferred from N = 7, not read from a profile
 KERNELS = 21  # those, and 17 more: as the profiler counts them, less the fused one
 # Bytes an element of the kernels that pass over whole matrices: four casts to fp64, diag(alpha) grad_T, b_scale B, two
 # sums, two scalings, grad_T * P and its row sums, two casts back.
@@ -77,5 +79,7 @@ class Backward:
 
     @staticmethod
     def _at_peak(machine: Machine, parameters: dict[str, int]) -> float:
-        flop = PRODUCTS * parameters["count"] * 2 * parameters["head_dim"] ** 3
-        return flop / machine.fp64_tensor * 1e-6
+        count, d = parameters["count"], parameters["head_dim"]
+        # Few matrices: as long as one tile takes its multiprocessor, so as if all of them had one.
+        tiles = max(count * (d / TILE) ** 2, machine.multiprocessors)
+        return PRODUCTS * tiles * 2 * TILE**2 * d / machine.fp64_tensor * 1e-6
