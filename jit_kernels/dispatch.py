@@ -95,6 +95,7 @@ class Operator:
     fused: Callable[..., Any]
     fallback: Callable[..., Any]
     # The fused kernel for calls as serving makes them, without a check that the host entry makes too; None for others.
+    # The entry takes all batch dimensions as one: that they agree is still to be seen to.
     quick: Callable[..., Any] | None = None
     parameters: Callable[..., tuple[Any, ...]] = lambda *args: ()  # of the build that a call needs, after the target
     gradient: Callable[..., tuple[Any, ...]] | None = None  # (ctx, *grads) → one gradient an argument

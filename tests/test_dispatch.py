@@ -14,7 +14,15 @@ import pytest
 import torch
 
 import jit_kernels
-from jit_kernels import Support, UnsupportedError, explain, mhc_pre_h_aggregate, use_backend, vdn_delta_factors
+from jit_kernels import (
+    Support,
+    UnsupportedError,
+    explain,
+    mhc_pre_h_aggregate,
+    torch_op,
+    use_backend,
+    vdn_delta_factors,
+)
 from jit_kernels.dispatch import OPERATORS, Operator
 from jit_kernels.jit import cache
 from jit_kernels.jit.arch import Target
@@ -364,6 +372,37 @@ def test_serving_calls_take_the_quick_way(shared_cache, monkeypatch, name, batch
     monkeypatch.setattr(Operator, "run", lambda *args: pytest.fail("the careful way was taken"))
     torch.testing.assert_close(op(*arguments), careful, rtol=0, atol=0)
     torch.testing.assert_close(op(*arguments, backend="fused"), careful, rtol=0, atol=0)
+
+
+WRONG_BATCHES = {
+    "swapped": lambda first, other: (first.unflatten(0, (2, 3)), other.unflatten(0, (3, 2))),
+    "one more": lambda first, other: (first, other.unsqueeze(0)),
+    "one less": lambda first, other: (first.unsqueeze(0), other),
+    "two for one": lambda first, other: (first, other.unflatten(0, (2, 3))),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_BATCHES)
+@pytest.mark.parametrize(
+    ("name", "which"), [("mhc_pre_h_aggregate", 1), ("vdn_delta_factors", 1), ("vdn_delta_factors", 2)]
+)
+def test_the_quick_way_sees_that_batches_differ(monkeypatch, name, which, wrong):
+    """A host entry that took everything would be given these: as many samples each, but in other dimensions."""
+    operator, op = OPERATORS[name], getattr(jit_kernels, name)
+    first, *others = collapse_arguments(6) if name == "mhc_pre_h_aggregate" else factor_arguments(6, d=64)
+    launchers = {("forward", -1): lambda *args: None, ("run", -1, 64, None): lambda *args: None}
+    monkeypatch.setitem(operator.__dict__, "launchers", launchers)
+    monkeypatch.setattr(torch_op, "empty", lambda shape, strides, dtype, index: torch.empty(shape, dtype=dtype))
+    first, changed = WRONG_BATCHES[wrong](first, others[which - 1])
+    batch = first.shape[: first.ndim - 2]
+    arguments = [first, *(changed if i == which - 1 else t.unflatten(0, batch) for i, t in enumerate(others))]
+    if wrong in ("one more", "two for one"):
+        arguments = [first, *(changed if i == which - 1 else t for i, t in enumerate(others))]
+    with pytest.raises(ValueError, match=r"must have"):
+        op(*arguments)
+    sound = [first, *(t.reshape(*batch, *t.shape[1:]) for t in others)]
+    monkeypatch.setattr(Operator, "run", lambda *args: pytest.fail("the careful way was taken"))
+    op(*sound)
 
 
 @pytest.mark.gpu

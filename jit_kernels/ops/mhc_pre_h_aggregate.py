@@ -80,10 +80,12 @@ def quick(residual: Tensor, pre: Tensor) -> Tensor | None:
     run = OPERATOR.launchers.get(("forward", index))
     if run is None or residual.dtype is not torch.bfloat16:
         return None
-    if residual.ndim == 3:
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    if residual.ndim == 3 and pre.ndim == 2:
         tokens, _, hidden = residual.shape
         shape, strides = (tokens, hidden), (hidden, 1)
-    elif residual.ndim == 4:
+    elif residual.ndim == 4 and pre.ndim == 3 and pre.shape[0] == residual.shape[0]:
         batch, tokens, _, hidden = residual.shape
         shape, strides = (batch, tokens, hidden), (tokens * hidden, hidden, 1)
     else:

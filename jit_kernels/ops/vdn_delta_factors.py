@@ -89,11 +89,13 @@ def quick(
 ) -> tuple[Tensor, Tensor] | None:
     if check_errors or A.dtype is not torch.float32:
         return None
-    d = A.shape[-1]
-    if A.ndim == 3:
-        shape, strides = (A.shape[0], d, d), (d * d, d, 1)
-    elif A.ndim == 4:
-        outer, inner = A.shape[:2]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    if A.ndim == 3 and B.ndim == 3 and alpha.ndim == 2:
+        count, _, d = A.shape
+        shape, strides = (count, d, d), (d * d, d, 1)
+    elif A.ndim == 4 and B.ndim == 4 and alpha.ndim == 3 and A.shape[0] == B.shape[0] == alpha.shape[0]:
+        outer, inner, _, d = A.shape
         shape, strides = (outer, inner, d, d), (inner * d * d, d * d, d, 1)
     else:
         return None
