@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -147,16 +148,19 @@ def main(output: Path, skip: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("JIT_KERNELS_CACHE_DIR", cache)
         results: dict[str, Any] = {}
+        writing = threading.Lock()
 
         def run(step: tuple[str, Callable[[], dict[str, Any]]]) -> None:
             name, call = step
             if name in skip:
                 return
             began = time.perf_counter()
-            results[name] = call() | {"seconds": round(time.perf_counter() - began, 1)}
-            print(name, json.dumps(results[name])[:1500], flush=True)
-            document = {"schema": 1, "provenance": provenance(torch.device("cuda", 0)), "steps": dict(results)}
-            (output / "h200-gpu.json").write_text(json.dumps(document, indent=1) + "\n")
+            found = call() | {"seconds": round(time.perf_counter() - began, 1)}
+            with writing:
+                results[name] = found
+                print(name, json.dumps(found)[:1500], flush=True)
+                document = {"schema": 1, "provenance": provenance(torch.device("cuda", 0)), "steps": results}
+                (output / "h200-gpu.json").write_text(json.dumps(document, indent=1) + "\n")
 
         for step in alone.items():
             run(step)

@@ -204,8 +204,13 @@ def invariance(site: str, whole: Collapse, *alone: Collapse) -> dict[str, Any]:
         "out": differences(whole[2], out),
         "same_bytes_given_same_inputs": same_bytes([parts], [whole[2]]),
         "against_shipped_expression": differences(whole[2], shipped),
-        "share_of_allowed": float(((whole[2].float() - shipped.float()).abs() / allowed).nan_to_num().max()),
+        "share_of_allowed": _share((whole[2].float() - shipped.float()).abs(), allowed),
     }
+
+
+def _share(error: Tensor, allowed: Tensor) -> float:
+    """The largest error in terms of what is allowed; where there is none, none need be allowed. A NaN is infinite."""
+    return float((error / allowed).masked_fill(error == 0, 0.0).nan_to_num(nan=float("inf")).max())
 
 
 def backward(
@@ -298,6 +303,8 @@ def main(tiny: bool, device: str | None, backend: str, output: Path | None) -> N
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cpu" and not tiny:
         raise click.UsageError("the official sizes need a GPU with about 90 GiB; --tiny runs anywhere")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)  # now, rather than lose the result
     result = run(tiny, where, backend)
     text = json.dumps({"schema": 1, "provenance": provenance(where), "ok": not result["failures"]} | result, indent=1)
     if output is not None:

@@ -106,9 +106,9 @@ def told(path: Path, write_line: Callable[[Found], str], at: str) -> str:
 
 
 def check(found: Found) -> str:
-    rows = [row for row in found["results"] if row["ran"] == "fused"]
-    if not rows:
-        raise TypeError("an input that the fused kernel ran")
+    rows = found["results"]
+    if not rows or any(row["ran"] != "fused" for row in rows):
+        raise TypeError("inputs that the fused kernels ran, all of them")
     held = sum(row["ok"] for row in rows)
     worst: dict[str, dict[str, tuple[float, float]]] = {}
     for row in rows:
@@ -129,6 +129,8 @@ def check(found: Found) -> str:
 def gpu(found: Found) -> str:
     steps = found["steps"]
     loads = steps["warm start"]["milliseconds"].values()
+    if not loads:
+        raise TypeError("a warm start that worked")
     text = f"a load from the cache without nvcc and ninja takes {figure(min(loads))} to {figure(max(loads))} ms"
     if "sanitizer" in steps:
         runs = {name: one for name, one in steps["sanitizer"].items() if isinstance(one, dict)}

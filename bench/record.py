@@ -15,7 +15,7 @@ try:
 except ImportError:
     raise ImportError("the benchmark needs pydantic: pip install 'jit-kernels[bench]'") from None
 
-SCHEMA = 2
+SCHEMA: Literal[2] = 2
 AGREE = 0.02  # medians of blocks that differ by no more are called stable
 
 Direction = Literal["forward", "backward"]
@@ -181,7 +181,7 @@ class Clock(Record):
 class Document(Record):
     """One run."""
 
-    schema_version: int = Field(SCHEMA, alias="schema")
+    schema_version: Literal[2] = Field(SCHEMA, alias="schema")
     kind: Literal["jit-kernels bench"] = "jit-kernels bench"
     provenance: dict[str, Any]  # device, driver, versions, commit, hash of csrc, command
     rows_set: str  # "full", "quick"

@@ -25,7 +25,7 @@ def cases(path: Path) -> list[dict[str, Any]]:
             {
                 "test": f"{case.get('classname')}.{case.get('name')}",
                 "outcome": "passed" if outcome is None else {"failure": "failed"}.get(outcome.tag, outcome.tag),
-                **({} if outcome is None else {"reason": (outcome.get("message") or "").splitlines()[0]}),
+                **({} if outcome is None else {"reason": (outcome.get("message") or "").partition("\n")[0]}),
             }
         )
     return found

@@ -12,6 +12,8 @@ from jit_kernels.bench.suite import AbsentError, Entrant, Prepare, Setting, Suit
 from jit_kernels.bench.timing import NoGraphError, Shot, Timer, graph_calls, in_turn, quick_estimate
 from torch import Tensor
 
+from jit_kernels.messages import first_line
+
 
 class Runner:
     """One entrant on one row."""
@@ -52,7 +54,7 @@ class Runner:
             return
         except Exception as error:  # a peer's own, or no memory for it: it is out, the others go on
             self.gate = "failed"
-            self.measured["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self.measured["reason"] = first_line(error)
             return
         self.gate = "failed" if verdict.failure else "passed"
         if verdict.failure:

@@ -144,7 +144,7 @@ class Bench:
                 kernels |= dict.fromkeys(suite.builds(self.setting, target))
 
         def compile(kernel: Kernel) -> None:
-            with suppress(JitError):
+            with suppress(JitError, OSError):  # a peer's sources may not be where they were said to be
                 kernel.compile()
 
         with ThreadPoolExecutor() as pool:

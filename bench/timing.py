@@ -24,6 +24,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from jit_kernels.bench.record import Estimate, agree
 
+from jit_kernels.messages import first_line
+
 Call = Callable[[], Any]
 Shot = Callable[[], Callable[[], float]]  # takes one sample; what it returns gives its microseconds, once finished
 Key = TypeVar("Key", bound=Hashable)
@@ -121,7 +123,7 @@ class CudaTimer:
         except Exception as error:
             with suppress(RuntimeError):  # reports the failed capture once more: here, not in the next candidate
                 self.synchronize()
-            raise NoGraphError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+            raise NoGraphError(first_line(error)) from error
         finally:
             if collecting:
                 gc.enable()

@@ -1,6 +1,7 @@
 """Which implementation a call runs: the fused kernel from the JIT cache, or the torch fallback.
 
 public op → Operator.__call__ → validate → supports → fused | fallback
+                              → quick, where a loaded kernel's host entry checks what validate would
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words in which errors show a tensor."""
+"""The words in which errors show a tensor, and reports an error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import torch
 def describe(tensor: torch.Tensor) -> str:
     """Dtype, shape and device in one word, such as ``float32[7, 4] on cuda:0``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line: its type, and what it says first."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
 
 
 def require_tensors(**named: Any) -> None:

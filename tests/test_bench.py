@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from jit_kernels.bench import ceilings, clocks, run, suite, vdn_script
+from jit_kernels.bench import ceilings, clocks, details, run, suite, vdn_script
 from jit_kernels.bench.compare import compare
 from jit_kernels.bench.details import LaunchCounter, condition
 from jit_kernels.bench.gate import judge, poisoned
@@ -349,6 +349,7 @@ def test_an_infinite_error_is_written_and_read(tmp_path):
     [
         ("{", "Invalid JSON"),
         ('{"schema": 2}', "provenance: Field required"),
+        ('{"schema": 1}', "schema: Input should be 2"),
         ("[]", "the file: Input should be an object"),
     ],
 )
@@ -408,6 +409,38 @@ def test_compare_refuses_where_there_is_nothing_to_compare(tmp_path):
     path = tmp_path / "cpu.json"
     document_of(row({"ours": estimate(12.0)})).write(path)
     assert "nothing to compare" in command("compare", str(path), str(path), code=1).output
+    found = json.loads(command("compare", str(path), str(path), "--json", code=1).stdout)
+    assert (found["ok"], "nothing to compare" in found["lack"]) == (False, True)
+
+
+def test_compare_refuses_a_run_that_broke_off(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    whole = document_of(row({"ours": estimate(12.0)}, floor=10.0))
+    whole.model_copy(update={"complete": True}).write(old)
+    whole.model_copy(update={"complete": False}).write(new)
+    command("compare", str(old), str(old))
+    found = command("compare", str(old), str(new), "--json", code=1)
+    assert json.loads(found.stdout)["ok"] is False
+    assert "broke off" in found.output
+
+
+def test_an_error_without_words_is_told_by_its_type(monkeypatch):
+    def silent(residual, pre):
+        raise NotImplementedError
+
+    document = bench_of(monkeypatch, entrant("right", eager), entrant("silent", silent))
+    assert document.rows[0].timings[1].reason == "NotImplementedError"
+
+
+def test_a_peer_that_cannot_do_a_family_does_not_end_the_run(monkeypatch, generator):
+    one = collapse_suite(entrant("right", eager), entrant("fails", fails))
+    family = suite.replace(one.cases[0], label="hard")
+    ready = {item.name: item.have(suite.Setting(torch.device("cpu"))) for item in one.entrants}
+    (found,) = details.accuracy(one, family, ready, generator)
+    assert found.candidate == "right"
+    ours = suite.replace(one, entrants=(one.entrants[0], suite.replace(one.entrants[1], ours=True)))
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        details.accuracy(ours, family, ready, generator)
 
 
 # The clocks

@@ -76,7 +76,7 @@ def test_check_fails_where_fused_is_demanded_and_cannot_be_had():
 
 
 def test_check_writes_the_document_too(tmp_path):
-    target = tmp_path / "check.json"
+    target = tmp_path / "a" / "b" / "check.json"
     printed = document("check", "mhc_pre_h_aggregate", "--device", "cpu", "--repeats", "1", "--output", str(target))
     assert json.loads(target.read_text()) == printed
 

@@ -19,6 +19,8 @@ from click.testing import CliRunner
 import jit_kernels
 from jit_kernels.cli import commands
 from jit_kernels.dispatch import OPERATORS
+from jit_kernels.integrations import sglang
+from jit_kernels.integrations import vllm as vllm_plugin
 from jit_kernels.jit import toolchain
 
 TOOLKIT = (
@@ -371,8 +373,31 @@ def test_a_plug_in_that_will_run_is_on(machine, vllm, monkeypatch):
     assert of(found, "plug-in vllm")["found"] == "on in vllm 0.33.0; tested with 0.33.0"
     assert of(found, "plug-in sglang")["found"] == "off"
     assert "vllm.model_executor" not in sys.modules, "doctor imports no client"
-    monkeypatch.setenv("VLLM_PLUGINS", "other, jit_kernels")
+    monkeypatch.setenv("VLLM_PLUGINS", "other,jit_kernels")
     assert of(examine(), "plug-in vllm")["state"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("client", "text", "loads"),
+    [
+        (sglang.CLIENT, "other, jit_kernels", True),
+        (sglang.CLIENT, "", True),
+        (sglang.CLIENT, "other", False),
+        (vllm_plugin.CLIENT, "other,jit_kernels", True),
+        (vllm_plugin.CLIENT, "other, jit_kernels", False),  # vLLM takes the blank for a part of the name
+        (vllm_plugin.CLIENT, "", False),
+    ],
+)
+def test_a_selection_is_read_as_its_client_reads_it(client, text, loads):
+    assert client.selects(text) is loads
+
+
+def test_a_split_that_will_be_refused_is_a_problem(machine, vllm, monkeypatch):
+    standins.put(vllm, f"{standins.KERNELS}/warmup.py", "def MHC_PRE_NORM_KERNEL", "def NORM")
+    monkeypatch.setattr(metadata, "entry_points", lambda **named: [named["group"]])
+    assert of(examine(), "plug-in vllm")["state"] == "ok"
+    monkeypatch.setenv("JIT_KERNELS_VLLM_SPLIT", "on")
+    assert "has no 'MHC_PRE_NORM_KERNEL'" in of(examine(code=1), "plug-in vllm")["found"]
 
 
 def test_a_plug_in_asked_for_whose_client_is_not_there_is_a_problem(machine, monkeypatch):
@@ -396,6 +421,8 @@ def test_a_plug_in_that_its_client_will_not_find_is_a_problem(machine, vllm, mon
     found = of(examine(code=1), "plug-in vllm")
     assert "vllm can't find it: jit-kernels is not installed as a package" in found["found"]
     monkeypatch.setattr(metadata, "entry_points", lambda **named: [named["group"]])
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert "VLLM_PLUGINS= leaves it out" in of(examine(code=1), "plug-in vllm")["found"]
     monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
     found = of(examine(code=1), "plug-in vllm")
     assert "VLLM_PLUGINS=lora_filesystem_resolver leaves it out" in found["found"]

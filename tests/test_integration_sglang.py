@@ -228,6 +228,19 @@ def test_what_we_do_not_cover_runs_sglangs_path_and_is_said_once(client, generat
         client.delta_factor_apply("vdn_solve", alpha, A, B, tokens_per_frame=1, fused=True)
 
 
+def test_so_does_a_compiled_call(client, generator):
+    """Which must not have the refusal in its graph, where nobody catches it."""
+    alpha, A, B = inputs(generator)
+
+    def solve(alpha, A, B):
+        return client.delta_factor_apply("vdn_solve", alpha, A, B, tokens_per_frame=1, fused=True)
+
+    before = solve(alpha, A, B)
+    sglang.install()
+    torch._dynamo.reset()
+    assert same_bytes(torch.compile(solve, backend="eager")(alpha, A, B), before)
+
+
 @standin_only
 def test_its_own_kernel_is_asked_where_ours_does_not_cover(client, generator):
     """As SGLang on an older GPU: its functions below our hooks see what they always saw."""

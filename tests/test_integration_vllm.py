@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import sys
@@ -428,6 +429,42 @@ def test_a_split_that_this_version_does_not_allow_is_refused_whole(folder, monke
         assert not vllm.installed()
         vllm.install()
         vllm.uninstall()
+
+
+@standin_only
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_split_whose_kernel_is_not_bound_in_the_end_stops_nobody(folder, imported, monkeypatch, caplog):
+    """Named in the source, but not on this machine: as behind an import that failed."""
+    name = f"{KERNELS}.tilelang_kernels"
+    place = f"{standins.KERNELS}/tilelang_kernels.py"
+    standins.put(
+        folder, place, "_MHC_PRE_BIG_FUSE_TILELANG_KERNEL = ", "if False:\n    _MHC_PRE_BIG_FUSE_TILELANG_KERNEL = "
+    )
+    with standins.importable("vllm", folder):
+        if imported:
+            importlib.import_module(name)
+            with pytest.raises(
+                IntegrationError, match=r"has no '_MHC_PRE_BIG_FUSE_TILELANG_KERNEL'.*nothing was changed"
+            ):
+                vllm.install(split=True)
+            assert not vllm.installed()
+        else:
+            vllm.install(split=True)
+            with caplog.at_level(logging.ERROR, vllm.CLIENT.log.name):
+                importlib.import_module(name)
+            assert "has no '_MHC_PRE_BIG_FUSE_TILELANG_KERNEL'" in caplog.text
+            monkeypatch.delitem(sys.modules, name)
+            vllm.uninstall()
+            vllm.install(split=True)
+            monkeypatch.setenv("JIT_KERNELS_INTEGRATIONS_STRICT", "on")
+            with pytest.raises(SystemExit, match="JIT_KERNELS_INTEGRATIONS_STRICT=on"):
+                importlib.import_module(name)
+        vllm.uninstall()
+
+
+def test_the_split_kernel_can_be_copied():
+    theirs = object()
+    assert copy.copy(vllm.SplitKernel(theirs)).theirs is theirs
 
 
 def test_an_installation_that_breaks_off_is_taken_back(client, monkeypatch):

@@ -81,6 +81,27 @@ def test_a_patch_whose_replacement_fails_changes_nothing(modules):
     assert dict(vars(owner)) == before
 
 
+def test_a_patch_that_breaks_off_is_taken_back(modules):
+    owner, holder = modules
+
+    class Closed:
+        second = staticmethod(lambda: 2)
+
+    class Refusing(type):
+        def __setattr__(cls, name, value):
+            raise AttributeError("closed")
+
+    closed = Refusing("Closed", (), dict(vars(Closed)))
+    before, patch = dict(vars(owner)), Patch("torch", "2")
+    with pytest.raises(AttributeError, match="closed"):
+        patch.install(
+            Change(owner, "first", lambda own: lambda: 10, True), Change(closed, "second", lambda own: lambda: 20)
+        )
+    assert not patch.installed
+    assert dict(vars(owner)) == before
+    assert holder.alias is owner.first
+
+
 def test_a_name_replaced_since_is_not_put_back(modules):
     owner, _ = modules
     patch = Patch("torch", "2")

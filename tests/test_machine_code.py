@@ -119,7 +119,7 @@ SPILLS = {
     ("vdn_delta_factors", (128, "fp64_tensor"), "sm_90a"): 104,
     ("vdn_delta_factors", (128, "fp64_tensor"), "sm_100a"): 348,
     ("vdn_delta_factors", (64, "fp64_tensor"), "sm_90a"): 152,
-    ("vdn_delta_factors", (64, "fp64_tensor"), "sm_100a"): 104,
+    ("vdn_delta_factors", (64, "fp64_tensor"), "sm_100a"): 176,
     ("vdn_delta_factors", (128, "fp32"), "sm_100a"): 300,
     ("vdn_delta_factors", (64, "fp32"), "sm_100a"): 176,
 }

@@ -371,7 +371,7 @@ def spoiled(change) -> str:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (spoiled(lambda found: found.update(schema=99)), "schema 99"),
+        (spoiled(lambda found: found.update(schema=99)), "schema: Input should be 2"),
         (document().json_text()[:5000], "Invalid JSON: EOF"),
         (spoiled(lambda found: found["rows"][0].pop("timings")), "rows.0.timings: Field required"),
         (spoiled(lambda found: found.update(rows=[])), "has no row with a time"),

@@ -31,6 +31,7 @@ from jit_kernels import mhc_pre_h_aggregate
 from jit_kernels.jit.arch import Target
 from jit_kernels.jit.errors import JitError
 from jit_kernels.jit.loader import Kernel, kernel
+from jit_kernels.messages import first_line
 from jit_kernels.ops.mhc_pre_h_aggregate import BACKWARD, OPERATOR, STREAMS
 
 # The table of RL-Kernel's pull request, and 8192 tokens, where memory is all that counts.
@@ -170,7 +171,7 @@ def imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:  # not installed, or what it needs isn't, or it doesn't like this machine
-        raise AbsentError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise AbsentError(first_line(error)) from error
 
 
 def run_backward(grad: Tensor, residual: Tensor, pre: Tensor, backend: str) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from jit_kernels.bench.record import SCHEMA, Accuracy, Candidate, Document, Estimate, Row, Timing
+from jit_kernels.bench.record import Accuracy, Candidate, Document, Estimate, Row, Timing
 
 from jit_kernels.checks.provenance import sources_hash
 
@@ -94,10 +94,6 @@ class Result:
                 wrong and what is expected.
         """
         document = Document.read(path)
-        if document.schema_version != SCHEMA:
-            raise ValueError(
-                f"{path} is of schema {document.schema_version}; this release reads schema {SCHEMA}: measure again"
-            )
         if not any(timing.time for row in document.rows for timing in row.timings):
             raise ValueError(
                 f"{path} has no row with a time: nothing to report. "

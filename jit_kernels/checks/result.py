@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from jit_kernels.messages import first_line
+
 CHECKS = ("forward accuracy", "forward invariance", "gradient accuracy", "gradient invariance")
 
 
@@ -20,8 +22,7 @@ class Check:
     details: dict[str, Any] = field(default_factory=dict)  # what was compared, for the JSON document
 
     def fail(self, during: str, error: Exception) -> None:
-        lines = str(error).strip().splitlines() or ["no message"]
-        self.failures.append(f"{during}: {type(error).__name__}: {lines[0]}")
+        self.failures.append(f"{during}: {first_line(error)}")
 
     @contextmanager
     def failing(self, during: str) -> Iterator[None]:

@@ -99,12 +99,17 @@ def compare(context: click.Context, old: Path, new: Path, as_json: bool) -> None
 
     first, second = Document.read(old), Document.read(new)
     found = differences_of(first, second)
-    worse = [one for one in found if one.verdict in ("worse", "failed")]
-    document = {"schema": 1, "ok": not worse, "differences": [asdict(one) for one in found]}
-    emit(document, as_json, lambda: _differences(found, first, second))
+    lack = ""
     if not any(one.old is not None and one.new is not None for one in found):
-        raise click.ClickException("there is nothing to compare: no figure of ours stands against a ceiling in both")
-    if worse:
+        lack = "there is nothing to compare: no figure of ours stands against a ceiling in both"
+    elif not second.complete:
+        lack = f"{new} broke off: what it lacks could have got worse"
+    ok = not lack and not any(one.verdict in ("worse", "failed") for one in found)
+    document = {"schema": 1, "ok": ok, "lack": lack, "differences": [asdict(one) for one in found]}
+    emit(document, as_json, lambda: _differences(found, first, second))
+    if lack:
+        raise click.ClickException(lack)
+    if not ok:
         context.exit(1)
 
 

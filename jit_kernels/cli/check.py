@@ -49,6 +49,8 @@ def check(
     the workloads are smaller, and the table says so.
     """
     where = device_of(device)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)  # now, rather than lose the results
     repeats = repeats or (100 if where.type == "cuda" else 3)
     work = [(operator, sample) for operator in operators for sample in operator.workload.samples]
     results = []

@@ -250,14 +250,14 @@ def _plugins() -> Iterator[Finding]:
                 yield Finding(what, "ok", f"off; {here} is installed", f"{switch}={client.name} switches it on")
             continue
         try:
-            client.require()
+            client.require(client.further())
         except IntegrationError as error:
             yield Finding(what, "problem", str(error), f"install {client.name} {client.tested}, {undo}")
             continue
         if not metadata.entry_points(group=client.group, name=NAME):
             found = f"asked for, but {client.name} can't find it: jit-kernels is not installed as a package"
             yield Finding(what, "problem", found, f"pip install jit-kernels, {undo}")
-        elif selected and NAME not in [name.strip() for name in selected.split(",")]:
+        elif selected is not None and not client.selects(selected):
             found = f"asked for, but {client.selection}={selected} leaves it out"
             yield Finding(what, "problem", found, f"add {NAME} to {client.selection}, {undo}")
         else:

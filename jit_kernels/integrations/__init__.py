@@ -69,9 +69,13 @@ class Patch:
                     )
                 original = vars(change.owner)[change.name]
                 placed.append((change, original, change.replace(original)))
-            for change, original, ours in placed:
-                _put(change, original, ours)
-            self._placed = placed
+            try:
+                for change, original, ours in placed:
+                    _put(change, original, ours)
+                    self._placed.append((change, original, ours))
+            except BaseException:
+                self.uninstall()
+                raise
 
     def uninstall(self) -> None:
         """Puts the very objects back that were replaced. Does nothing where nothing is installed.
@@ -100,10 +104,15 @@ class Patch:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Does something to a module as soon as it has been imported: at once, or when its client imports it."""
+    """Does something to a module as soon as it has been imported: at once, or when its client imports it.
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name, self.then = name, then
+    What goes wrong then is told to ``failed``, since the import is the client's own, and the client must go on.
+    """
+
+    def __init__(
+        self, name: str, then: Callable[[ModuleType], None], failed: Callable[[IntegrationError], None]
+    ) -> None:
+        self.name, self.then, self.failed = name, then, failed
 
     def wait(self) -> None:
         if self.name in sys.modules:
@@ -124,7 +133,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             self.stop()
-            self.then(module)
+            try:
+                self.then(module)
+            except IntegrationError as error:
+                self.failed(error)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

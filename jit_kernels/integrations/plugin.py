@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jit_kernels import backend, env
+from jit_kernels import backend, env, torch_op
 from jit_kernels._version import __version__
 from jit_kernels.dispatch import Operator, UnsupportedError
 from jit_kernels.integrations import IntegrationError, version_of
@@ -39,6 +39,14 @@ class Client:
     group: str  # of its plug-ins' entry points
     selection: str  # its own variable that names the plug-ins to load
     needs: tuple[Need, ...]
+    further: Callable[[], tuple[Need, ...]] = lambda: ()  # what a setting needs beside them
+    strips: bool = True  # whether its selection may have blanks between the names
+    empty_is_all: bool = True  # whether an empty selection selects all
+
+    def selects(self, text: str) -> bool:
+        """Whether its own selection, as the variable holds it, loads us."""
+        names = text.split(",")
+        return NAME in ([name.strip() for name in names] if self.strips else names) or (self.empty_is_all and not text)
 
     @property
     def log(self) -> logging.Logger:
@@ -85,10 +93,18 @@ class Client:
             if self.name in env.INTEGRATIONS.get():
                 install()
         except Exception as error:  # whatever it is: the client must start
-            said = f"jit_kernels does not run in {self.name}: {error}"
-            if strict:
-                raise SystemExit(f"{said} ({env.INTEGRATIONS_STRICT.name}=on)") from error
-            self.log.error(said, exc_info=not isinstance(error, (ValueError, IntegrationError)))
+            self.refuse(error, strict)
+
+    def refuse(self, error: Exception, strict: bool) -> None:
+        """Says in the log why we don't run here.
+
+        Raises:
+            SystemExit: ``strict`` forbids to go on without us.
+        """
+        said = f"jit_kernels does not run in {self.name}: {error}"
+        if strict:
+            raise SystemExit(f"{said} ({env.INTEGRATIONS_STRICT.name}=on)") from error
+        self.log.error(said, exc_info=not isinstance(error, (ValueError, IntegrationError)))
 
 
 def _names(root: Path, module: str) -> dict[str, tuple[str, ...] | None]:
@@ -130,6 +146,7 @@ class Route:
     _said: set[str] = field(default_factory=set, repr=False)
     _ran: bool = field(default=False, repr=False)
 
+    @torch_op.untraced  # in a traced graph the refusal would come too late to be caught
     def run(self, args: tuple[Any, ...], theirs: Callable[[], Any]) -> Any:
         """The operator on ``args``, or ``theirs()`` with the reason logged once.
 

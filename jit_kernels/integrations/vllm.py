@@ -35,6 +35,11 @@ OP = "hc_collapse_triton"
 OPTIONS = ("rms_eps", "hc_pre_eps", "hc_sinkhorn_eps", "hc_post_mult_value", "sinkhorn_repeat")  # in vLLM's order
 GATES = ("residual", "fn", "hc_scale", "hc_base", *OPTIONS)
 
+SPLIT_NEEDS = (
+    Need(f"{KERNELS}.tilelang_kernels", "_MHC_PRE_BIG_FUSE_TILELANG_KERNEL"),
+    Need(f"{KERNELS}.warmup", "MHC_PRE_NORM_KERNEL"),
+    Need("vllm._custom_ops", "rms_norm", ("out", "input", "weight", "epsilon")),
+)
 CLIENT = Client(
     name="vllm",
     tested="0.33.0",
@@ -45,11 +50,9 @@ CLIENT = Client(
         Need(f"{KERNELS}.torch", "mhc_pre_torch", (*GATES, "n_splits")),
         Need(f"{KERNELS}.torch", "mhc_pre_delayed_torch", (*GATES, "pre_mix", "x")),
     ),
-)
-SPLIT_NEEDS = (
-    Need(f"{KERNELS}.tilelang_kernels", "_MHC_PRE_BIG_FUSE_TILELANG_KERNEL"),
-    Need(f"{KERNELS}.warmup", "MHC_PRE_NORM_KERNEL"),
-    Need("vllm._custom_ops", "rms_norm", ("out", "input", "weight", "epsilon")),
+    further=lambda: SPLIT_NEEDS if env.VLLM_SPLIT.get() == "on" else (),
+    strips=False,
+    empty_is_all=False,
 )
 ROUTE = Route(OPERATOR, CLIENT)
 PATCH, SPLIT = Patch(CLIENT.name, CLIENT.tested), Patch(CLIENT.name, CLIENT.tested)
@@ -89,13 +92,13 @@ def install(split: bool | None = None) -> None:
             warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")  # as intended
             for key in ("CUDA", "CPU"):
                 library.impl(OP, lambda x, pre_mix: collapse(theirs, x, pre_mix), key, allow_override=True)
+        if split:
+            KERNEL_IMPORT.wait()
     except BaseException:
         PATCH.uninstall()
         library._destroy()
         raise
     _library.append(library)
-    if split:
-        KERNEL_IMPORT.wait()
     where = f"{OP}, mhc_pre_torch" + ", DeepSeek-V4's fused kernel" * split
     CLIENT.log.info(f"jit_kernels {__version__}: mhc_pre_h_aggregate stands behind {where}")
 
@@ -180,6 +183,8 @@ class SplitKernel:
         return import_module("vllm._custom_ops").rms_norm
 
     def __getattr__(self, name: str) -> Any:  # its warm-up, and whatever else vLLM asks it
+        if name.startswith("__") or name == "theirs":  # copy and pickle ask before there is anything
+            raise AttributeError(name)
         return getattr(self.theirs, name)
 
     def __call__(
@@ -228,4 +233,6 @@ def _split(kernels: ModuleType) -> None:
 
 
 # The module asks for the GPU when it is imported. That is for a worker to do, not for a plug-in in each process.
-KERNEL_IMPORT = AfterImport(f"{KERNELS}.tilelang_kernels", _split)
+KERNEL_IMPORT = AfterImport(
+    f"{KERNELS}.tilelang_kernels", _split, lambda error: CLIENT.refuse(error, env.INTEGRATIONS_STRICT.get() == "on")
+)
