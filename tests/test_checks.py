@@ -181,7 +181,7 @@ def test_a_forward_that_raises(monkeypatch):
     result = run(monkeypatch, fused)
     assert failing(result) == list(CHECKS)
     assert result.ran == "fused"
-    assert failures(result, FORWARD_ACCURACY) == ["the packed batch: ZeroDivisionError: no message"]
+    assert failures(result, FORWARD_ACCURACY) == ["the packed batch: ZeroDivisionError"]
     assert result.milliseconds is None
 
 
