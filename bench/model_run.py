@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jit_kernels import mhc_pre_h_aggregate, use_backend
-from jit_kernels.checks.compare import same_bytes
+from jit_kernels.checks.compare import largest_ratio, same_bytes
 from jit_kernels.checks.provenance import provenance
 from jit_kernels.checks.run import choose
 from jit_kernels.dispatch import OPERATORS
@@ -204,13 +204,8 @@ def invariance(site: str, whole: Collapse, *alone: Collapse) -> dict[str, Any]:
         "out": differences(whole[2], out),
         "same_bytes_given_same_inputs": same_bytes([parts], [whole[2]]),
         "against_shipped_expression": differences(whole[2], shipped),
-        "share_of_allowed": _share((whole[2].float() - shipped.float()).abs(), allowed),
+        "share_of_allowed": largest_ratio((whole[2].float() - shipped.float()).abs(), allowed),
     }
-
-
-def _share(error: Tensor, allowed: Tensor) -> float:
-    """The largest error in terms of what is allowed; where there is none, none need be allowed. A NaN is infinite."""
-    return float((error / allowed).masked_fill(error == 0, 0.0).nan_to_num(nan=float("inf")).max())
 
 
 def backward(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+from jit_kernels.bench.cost.machine_code import disassemble
 
 from jit_kernels.dispatch import OPERATORS
 from jit_kernels.jit.arch import Target
@@ -30,29 +27,6 @@ BUILDS = [
 # Tensor cores of every kind but fp64, through Blackwell's names for them.
 LOW_PRECISION = re.compile(r"\b(HMMA|HGMMA|QMMA|QGMMA|OMMA|IMMA|IGMMA|BMMA|UTC\w*MMA)\b")
 ATOMICS = re.compile(r"\b(ATOM|ATOMS|ATOMG|RED|REDG|REDAS|SUATOM|SURED)\b")
-
-
-def tool(name: str) -> str:
-    spec = importlib.util.find_spec("nvidia")
-    for location in (spec.submodule_search_locations or ()) if spec else ():
-        for program in Path(location).glob(f"cu*/bin/{name}"):
-            return str(program)
-    found = shutil.which(name)
-    assert found, f"{name} was not found: pip install -e '.[test]' brings it"
-    return found
-
-
-def disassemble(library: Path) -> str:
-    # cuobjdump calls nvdisasm by name.
-    path = os.pathsep.join([str(Path(tool("nvdisasm")).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        [tool("cuobjdump"), "--dump-sass", str(library)],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
 
 
 def instructions(sass: str) -> set[str]:

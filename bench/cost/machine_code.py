@@ -90,7 +90,7 @@ def kernels(operator: str, parameters: tuple[object, ...], target: Target) -> di
     """
     entry = OPERATORS[operator].build(target, *parameters).compile()
     found = {}
-    for part in _disassemble(entry.folder / entry.meta["library"]).split("Function : ")[1:]:
+    for part in disassemble(entry.folder / entry.meta["library"]).split("Function : ")[1:]:
         name, listing = part.split("\n", 1)
         code, loops = parse(listing)
         found[name.strip()] = KernelCode(code.opcodes, entry.meta["kernels"][name.strip()]["registers"], loops)
@@ -116,7 +116,12 @@ def _tool(name: str) -> str:
     return found
 
 
-def _disassemble(library: Path) -> str:
+def disassemble(library: Path) -> str:
+    """Every kernel of a library as cuobjdump lists it.
+
+    Raises:
+        FileNotFoundError: cuobjdump or nvdisasm is missing.
+    """
     path = os.pathsep.join([str(Path(_tool("nvdisasm")).parent), os.environ["PATH"]])  # cuobjdump calls it by name
     done = subprocess.run(
         [_tool("cuobjdump"), "--dump-sass", str(library)],

@@ -35,17 +35,18 @@ def differing_rows(first: Tensor, second: Tensor) -> list[int]:
 def relative_error(out: Tensor, exact: Tensor) -> float:
     """The largest relative Frobenius error of one row; NaN and Inf count as infinite."""
     out, exact = _rows(out, exact)
-    return _largest((out - exact).norm(dim=1), exact.norm(dim=1))
+    return largest_ratio((out - exact).norm(dim=1), exact.norm(dim=1))
 
 
 def element_error(out: Tensor, exact: Tensor, rtol: float, atol: float) -> float:
     """The largest error of one element, in units of ``atol + rtol * |exact|``; NaN and Inf count as infinite."""
     out, exact = _rows(out, exact)
-    return _largest((out - exact).abs(), atol + rtol * exact.abs())
+    return largest_ratio((out - exact).abs(), atol + rtol * exact.abs())
 
 
-def _largest(error: Tensor, scale: Tensor) -> float:
-    ratio = (error / scale).masked_fill(error == 0, 0.0)  # 0/0 is no error
+def largest_ratio(error: Tensor, scale: Tensor) -> float:
+    """The largest ``error / scale``, where no error needs no scale; NaN and Inf count as infinite."""
+    ratio = (error / scale).masked_fill(error == 0, 0.0)
     return float(ratio.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) if ratio.numel() else 0.0
 
 
