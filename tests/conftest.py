@@ -20,6 +20,7 @@ os.environ["JIT_KERNELS_CACHE_DIR"] = _SHARED_CACHE
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from answer import Compiler, answer_kernel, entries  # noqa: E402
 
 import jit_kernels  # noqa: E402
 from jit_kernels.jit import toolchain  # noqa: E402
@@ -124,6 +125,32 @@ def answer_source() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """A host compiler that logs what it compiles, and can be made slow."""
+    made = Compiler(tmp_path / "compiler")
+    monkeypatch.setenv("CXX", str(made.program))
+    yield made
+    made.slow.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, answer_source: Callable[..., Path]) -> tuple[Path, Path]:
+    """A source and a cache root that holds it. The library in it is never loaded from there: copy it, don't use it."""
+    folder = tmp_path_factory.mktemp("built")
+    path = answer_source(folder)
+    answer_kernel(path).compile(folder / "cache")
+    return path, folder / "cache"
+
+
+@pytest.fixture
+def copied(built: tuple[Path, Path], isolated_cache: Path) -> tuple[Path, Path]:
+    """The source, and its entry in a cache of the test's own."""
+    path, root = built
+    shutil.copytree(root, isolated_cache, copy_function=shutil.copy2)
+    return path, entries(isolated_cache)[0]
 
 
 def _drop_overrides() -> None:

@@ -14,17 +14,14 @@ from typing import Any
 
 import herd
 import pytest
+from answer import BLACKWELL, HOPPER, answer_kernel
 from click.testing import CliRunner
 
 import jit_kernels
 from jit_kernels.cli import commands
 from jit_kernels.dispatch import OPERATORS
 from jit_kernels.jit import cache, store
-from jit_kernels.jit.arch import Target
-from jit_kernels.jit.loader import kernel
 
-HOPPER = Target.parse("sm_90a")
-BLACKWELL = Target.parse("sm_100a")
 SOMEBODY = 54321
 
 ENTRY = {"name", "target", "version", "place", "size", "created", "folder"}
@@ -40,10 +37,6 @@ def document(*arguments: str, code: int = 0) -> dict[str, Any]:
     found = json.loads(run(*arguments, "--json", code=code).stdout)
     assert found.pop("schema") == 1
     return found
-
-
-def answer_kernel(path: str | Path, *args: object, target: Target = HOPPER):
-    return kernel(*args, cpp_files=[path], header_only=False, target=target)
 
 
 @pytest.fixture(scope="module")

@@ -23,15 +23,14 @@ from typing import Any
 
 import herd
 import pytest
+from answer import HOPPER, entries, leftovers
 
 import jit_kernels
 from jit_kernels.jit import cache, store, toolchain
-from jit_kernels.jit.arch import Target
 from jit_kernels.jit.loader import kernel
 
 pytestmark = pytest.mark.compiler
 
-HOPPER = Target.parse("sm_90a")
 LOCK_TIMEOUT = 60.0  # of the processes below: far above any wait that is right, far below the default
 
 
@@ -88,14 +87,6 @@ def wanted(path: str | Path, name: str) -> store.Entry:
     return store.Entry(folder / f"{source.name}-{source.key(HOPPER)}-{cache._fingerprint(tools)}")
 
 
-def entries(root: Path) -> list[Path]:
-    return sorted(meta.parent for meta in root.glob("*/*/[!.]*/meta.json"))
-
-
-def staged(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("*/*/.*") if not path.name.endswith(".lock"))
-
-
 # Kills
 
 KILLS, RANKS, KILLS_A_ROUND = 200, 6, 4
@@ -146,7 +137,7 @@ def crash(paths: list[str], seed: int) -> dict[str, Any]:
         "span": round(span, 2),
         "rounds": number + 1,
         "entries": len(entries(root)),
-        "staged": staged(root),
+        "staged": leftovers(root),
     }
 
 
@@ -231,7 +222,7 @@ def test_16_processes_of_32_threads_compile_each_kernel_once(
     assert counts["faults"] == []
     assert (counts["answers"], counts["wrong"]) == (16 * 32, 0)
     assert compilations() == len(entries(isolated_cache)) == kernels
-    assert staged(isolated_cache) == []
+    assert leftovers(isolated_cache) == []
 
 
 CUDA_HEAD = """\
@@ -283,7 +274,7 @@ def test_nvcc_runs_once_for_all(harness, isolated_cache, tmp_path, answer_source
     counts = harness(cold_cuda, str(path), 16, env={"CUDA_HOME": merged})
     assert counts["results"] == [[3] * 8] * 16
     assert lines(tmp_path / "nvcc-runs") == 1
-    assert staged(isolated_cache) == []
+    assert leftovers(isolated_cache) == []
 
 
 # Ranks of torch.distributed
@@ -462,7 +453,7 @@ def test_two_hosts_whose_locks_do_not_meet(harness, isolated_cache, tmp_path, an
     assert [report["result"] for report in reports] == [[{"result": 12}] * 4] * 2
     assert compilations() == 2, "once for each host: more means that its own lock failed, fewer that theirs met"
     assert len(entries(isolated_cache)) == 1
-    assert staged(isolated_cache) == []
+    assert leftovers(isolated_cache) == []
 
 
 def unlockable(path: str, hosts: int, ranks: int) -> list[Any]:
@@ -483,7 +474,7 @@ def test_where_no_lock_can_be_had_all_still_succeed(harness, isolated_cache, tmp
     assert harness(unlockable, path, 2, 4) == [{"result": 13}] * 8
     assert 1 <= compilations() <= 8
     assert len(entries(isolated_cache)) == 1
-    assert staged(isolated_cache) == []
+    assert leftovers(isolated_cache) == []
 
 
 # Forks: data loaders and launchers fork while another thread builds
