@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jit_kernels.bench.gate import exactly, sample_errors
+from jit_kernels.bench.gate import exactly
 from jit_kernels.bench.record import Accuracy, FirstCall
 from jit_kernels.bench.suite import Case, Prepare, Suite, outputs_of
 from jit_kernels.bench.timing import CudaTimer
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from jit_kernels.checks.compare import row_errors
 from jit_kernels.dispatch import Operator
 from jit_kernels.jit.arch import Target
 
@@ -87,7 +88,7 @@ def accuracy(suite: Suite, family: Case, ready: Mapping[str, Prepare], generator
                 raise
             continue
         errors = {
-            output: sample_errors(out, right) for output, out, right in zip(suite.outputs, outputs, exact, strict=True)
+            output: row_errors(out, right) for output, out, right in zip(suite.outputs, outputs, exact, strict=True)
         }
         found.append(
             Accuracy(

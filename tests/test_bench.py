@@ -1,36 +1,24 @@
-"""The benchmark: samples, gates, rows, result files, comparison. All but a GPU's own timing runs on a CPU."""
+"""The benchmark: gates, rows, suites, commands. All but a GPU's own timing runs on a CPU."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
-import statistics
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from jit_kernels.bench import ceilings, clocks, details, run, suite, vdn_script
-from jit_kernels.bench.compare import compare
+from jit_kernels.bench import ceilings, details, run, suite, vdn_script
 from jit_kernels.bench.details import LaunchCounter, condition
 from jit_kernels.bench.gate import judge, poisoned
 from jit_kernels.bench.mhc_pre_h_aggregate import eager, gold
 from jit_kernels.bench.peers import mhc_pre_h_aggregate as collapse_peers
 from jit_kernels.bench.peers import vdn_delta_factors as vdn_peers
-from jit_kernels.bench.record import Ceiling, Document, Estimate, Row, Timing, growths
-from jit_kernels.bench.row import with_rates
+from jit_kernels.bench.record import Document
 from jit_kernels.bench.timing import (
-    MOST_BLOCKS,
     CpuTimer,
-    CudaTimer,
-    NoGraphError,
-    graph_calls,
-    in_turn,
-    interleave,
 )
 
 from jit_kernels.cli import commands
@@ -38,81 +26,6 @@ from jit_kernels.dispatch import OPERATORS
 
 CPU = suite.Setting(torch.device("cpu"))
 EXACT = (2**-8,)  # as the collapse's own gate
-
-
-def estimate(median: float, spread: float = 0.0, stable: bool = True) -> Estimate:
-    half = median * spread / 2
-    return Estimate(median=median, low=median - half, high=median + half, samples=30, stable=stable)
-
-
-# Samples and estimates
-
-
-def test_an_estimate_is_the_median_and_the_quartiles_of_all_blocks():
-    found = Estimate.of([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
-    assert (found.low, found.median, found.high, found.samples) == (3.0, 5.0, 7.0, 9)
-    assert found.spread == pytest.approx(4 / 5)
-    assert not found.stable
-
-
-@pytest.mark.parametrize(
-    ("medians", "stable"),
-    [
-        ((10, 10, 10), True),
-        ((10, 10.15, 10.1), True),
-        ((10, 10.3, 10), False),
-        ((10, 10), False),
-        ((99, 5, 5, 5), True),
-    ],
-)
-def test_stable_is_what_the_last_three_blocks_agree_on(medians, stable):
-    assert Estimate.of([[median] * 5 for median in medians]).stable == stable
-
-
-class ScriptedTimer(CpuTimer):
-    """Its shots give the samples that a test wrote down, and are noted in their order."""
-
-    block = 2
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-
-    def scripted(self, name, samples):
-        values = iter(samples)
-
-        def shot():
-            self.order.append(name)
-            value = next(values)
-            return lambda: value
-
-        return shot
-
-
-def test_candidates_take_turns_until_each_is_stable():
-    timer = ScriptedTimer()
-    wild = [float(i * i % 7 + 1) for i in range(100)]
-    found = interleave({"a": timer.scripted("a", [5.0] * 100), "b": timer.scripted("b", wild)}, timer)
-    assert timer.order[:2] == ["a", "b"]  # to warm up
-    assert timer.order[2:14] == ["a", "b"] * 6
-    assert set(timer.order[14:]) == {"b"}
-    assert found["a"] == Estimate(median=5.0, low=5.0, high=5.0, samples=6, stable=True)
-    counted = wild[1 : 1 + 2 * MOST_BLOCKS]
-    assert (found["b"].samples, found["b"].median) == (len(counted), statistics.median(counted))
-    assert not found["b"].stable
-
-
-def test_a_graph_holds_more_of_the_shorter_calls():
-    assert (graph_calls(1e6), graph_calls(200), graph_calls(0.0)) == (4, 15, 128)
-    assert in_turn(["a", "b", "c"], 7) == ["a", "b", "c", "a", "b", "c", "a"]
-
-
-def test_the_cpu_timer_times_the_call_it_is_given():
-    timer = CpuTimer()
-    short, long = (interleave({0: timer.eager([partial(sum, range(n))])}, timer)[0].median for n in (10, 100_000))
-    assert long > 100 * short > 0  # ten thousand times the numbers; the rest is for the call itself
-    with pytest.raises(NoGraphError, match="CPU"):
-        timer.graph([list])
-
 
 # The gate
 
@@ -268,162 +181,6 @@ def test_the_document_is_kept_after_every_row(monkeypatch):
     assert [document.complete for document in kept] == [False, False, False, True]
 
 
-def row(times: dict[str, Estimate | None], count: int = 4, floor: float | None = None, **fields) -> Row:
-    timings = [
-        Timing(candidate=name, ours=name.startswith("ours"), gate="passed", eager=time, bytes=4_000_000)
-        for name, time in times.items()
-    ]
-    given = {"operator": "op", "direction": "forward", "label": f"N={count}", "parameters": {"count": count, "d": 8}}
-    return Row(
-        **given | {"bytes": 4_000_000, "flops": 10**9, "floor": floor, "floor_by": None, "began": 0.0} | fields,
-        timings=timings,
-    )
-
-
-def test_rates_floors_and_shares_come_from_the_runs_own_ceilings():
-    found = [
-        Ceiling(name="copy", unit="GB/s", value=estimate(4000.0)),
-        Ceiling(name="ffma", unit="TFLOP/s", value=estimate(60.0)),
-        Ceiling(name="fp64_tensor", unit="TFLOP/s", value=estimate(50.0)),
-        Ceiling(name="empty_kernel", unit="us", value=estimate(0.5)),
-    ]
-    made = with_rates(row({"ours": estimate(20.0), "peer": None}), found, {"ours": "fp64_tensor", "peer": "ffma"})
-    assert made.floor == pytest.approx(10**9 / 60e12 * 1e6)  # 16.7 us of FLOP against 1 us of bytes
-    assert made.floor_by == "ffma"
-    ours, peer = made.timings
-    assert ours.gb_per_s == pytest.approx(200.0)
-    assert ours.tflop_per_s == pytest.approx(50.0)
-    assert ours.share == pytest.approx({"copy": 0.05, "fp64_tensor": 1.0})
-    assert peer.share == {}
-    small = with_rates(row({}, bytes=4, flops=4), found, {})
-    assert (small.floor, small.floor_by) == (0.5, "empty_kernel")
-    assert with_rates(row({}), [], {}).floor is None
-
-
-def test_growth_is_what_one_more_costs():
-    (found,) = growths(
-        [row({"ours": estimate(10.0)}, 1), row({"ours": estimate(70.0)}, 21), row({"ours": estimate(30.0)}, 11)]
-    )
-    assert (found.along, found.fixed, found.sizes, found.times) == ("count", {"d": 8}, [1, 11, 21], [10.0, 30.0, 70.0])
-    assert found.per_unit == pytest.approx(4.0)
-    assert growths([row({"ours": estimate(1.0)})]) == []
-    assert growths([row({"ours": estimate(1.0)}, label=label) for label in "ab"]) == []
-
-
-# Result files and their comparison
-
-
-def document_of(*rows_: Row, **fields) -> Document:
-    given = {"provenance": {"device": "a GPU"}, "rows_set": "full", "timer": "cuda", "ok": True, "complete": True}
-    return Document(**given | {"seconds": 1.0} | fields, rows=list(rows_))
-
-
-def test_a_result_file_is_read_back(tmp_path):
-    written = document_of(
-        row({"ours": estimate(1.25)}, floor=1.0), ceilings=[Ceiling(name="copy", unit="GB/s", value=estimate(4e3))]
-    )
-    written.write(tmp_path / "a.json")
-    assert json.loads((tmp_path / "a.json").read_text())["schema"] == 2
-    read = Document.read(tmp_path / "a.json")
-    assert read == written
-    assert read.ceiling("copy") == 4e3
-    assert read.ceiling("ffma") is None
-    assert read.row("op", "forward", "N=4").timing("ours").eager.median == 1.25
-    assert list(tmp_path.iterdir()) == [tmp_path / "a.json"]
-
-
-def test_an_infinite_error_is_written_and_read(tmp_path):
-    nan = row({}).model_copy(
-        update={"timings": [Timing(candidate="x", ours=False, gate="failed", errors={"out": float("inf")})]}
-    )
-    document_of(nan).write(tmp_path / "a.json")
-    strict = json.loads(
-        (tmp_path / "a.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
-    )
-    assert strict["rows"][0]["timings"][0]["errors"] == {"out": "Infinity"}
-    assert Document.read(tmp_path / "a.json").rows[0].timings[0].errors == {"out": float("inf")}
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "Invalid JSON"),
-        ('{"schema": 2}', "provenance: Field required"),
-        ('{"schema": 1}', "schema: Input should be 2"),
-        ("[]", "the file: Input should be an object"),
-    ],
-)
-def test_what_is_no_result_file_is_refused_by_name(tmp_path, text, says):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=says) as caught:
-        Document.read(tmp_path / "x.json")
-    assert "x.json is no result file" in str(caught.value)
-
-
-def verdicts(old: Document, new: Document) -> dict[str, str]:
-    return {f"{one.label} {one.candidate}": one.verdict for one in compare(old, new)}
-
-
-def test_a_figure_is_worse_when_its_ratio_to_the_ceiling_grows_beyond_noise():
-    times = {"ours": estimate(12.0), "ours noisy": estimate(12.0, 0.1), "peer": estimate(12.0)}
-    old = document_of(row(times, floor=10.0))
-    same = document_of(row(times | {"ours": estimate(12.3)}, floor=10.0))
-    slower = {name: estimate(13.0, time.spread) for name, time in times.items()}
-    assert verdicts(old, same) == {"N=4 ours": "same", "N=4 ours noisy": "same"}
-    assert verdicts(old, document_of(row(slower, floor=10.0))) == {"N=4 ours": "worse", "N=4 ours noisy": "same"}
-    # On a machine that is slower by as much, nothing got worse; on a faster one the same time is worse.
-    assert set(verdicts(old, document_of(row(slower, floor=10.0 * 13 / 12))).values()) == {"same"}
-    assert verdicts(old, document_of(row(times, floor=9.0)))["N=4 ours"] == "worse"
-    assert verdicts(old, document_of(row(times, floor=11.0)))["N=4 ours"] == "better"
-
-
-def test_what_is_missing_new_or_red_is_told():
-    ours = row({"ours": estimate(12.0)}, floor=10.0)
-    other = row({"ours": estimate(12.0)}, 8, floor=10.0)
-    red = ours.model_copy(update={"timings": [Timing(candidate="ours", ours=True, gate="failed", reason="off by one")]})
-    assert verdicts(document_of(ours), document_of(other)) == {"N=4 ours": "missing", "N=8 ours": "new"}
-    assert verdicts(document_of(ours), document_of(red)) == {"N=4 ours": "failed"}
-    assert verdicts(document_of(red), document_of(ours)) == {"N=4 ours": "new"}
-    (found,) = compare(document_of(ours), document_of(red))
-    assert found.note == "off by one"
-
-
-def command(*arguments: str, code: int = 0):
-    result = CliRunner().invoke(commands, ["bench", *arguments])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
-
-
-@pytest.mark.parametrize(("new", "code"), [(12.1, 0), (14.0, 1)])
-def test_compare_exits_by_what_it_finds(tmp_path, new, code):
-    paths = [str(tmp_path / name) for name in ("old.json", "new.json")]
-    for path, time in zip(paths, (12.0, new), strict=True):
-        document_of(row({"ours": estimate(time)}, floor=10.0)).write(Path(path))
-    assert "N=4" in command("compare", *paths, code=code).stdout
-    found = json.loads(command("compare", *paths, "--json", code=code).stdout)
-    assert found["ok"] == (code == 0)
-    assert found["differences"][0]["old"] == pytest.approx(1.2)
-
-
-def test_compare_refuses_where_there_is_nothing_to_compare(tmp_path):
-    path = tmp_path / "cpu.json"
-    document_of(row({"ours": estimate(12.0)})).write(path)
-    assert "nothing to compare" in command("compare", str(path), str(path), code=1).output
-    found = json.loads(command("compare", str(path), str(path), "--json", code=1).stdout)
-    assert (found["ok"], "nothing to compare" in found["lack"]) == (False, True)
-
-
-def test_compare_refuses_a_run_that_broke_off(tmp_path):
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    whole = document_of(row({"ours": estimate(12.0)}, floor=10.0))
-    whole.model_copy(update={"complete": True}).write(old)
-    whole.model_copy(update={"complete": False}).write(new)
-    command("compare", str(old), str(old))
-    found = command("compare", str(old), str(new), "--json", code=1)
-    assert json.loads(found.stdout)["ok"] is False
-    assert "broke off" in found.output
-
-
 def test_an_error_without_words_is_told_by_its_type(monkeypatch):
     def silent(residual, pre):
         raise NotImplementedError
@@ -441,41 +198,6 @@ def test_a_peer_that_cannot_do_a_family_does_not_end_the_run(monkeypatch, genera
     ours = suite.replace(one, entrants=(one.entrants[0], suite.replace(one.entrants[1], ours=True)))
     with pytest.raises(RuntimeError, match="no kernel image"):
         details.accuracy(ours, family, ready, generator)
-
-
-# The clocks
-
-
-def test_clocks_are_read_and_reasons_named():
-    lines = ["1980, 3201, 41, 351.62, 0x0000000000000000", "345, 3201, 30, 75.1, 0x0000000000000001"]
-    lines += ["1500, 3201, 60, 700.0, 0x0000000000000024", "1980, 3201, [N/A], 1, 0x0", "19"]
-    busy, idle, held = clocks.parse(lines, started=2.0)
-    assert (busy.sm_mhz, busy.memory_mhz, busy.celsius, busy.watts, busy.reasons) == (1980, 3201, 41, 351.62, [])
-    assert idle.reasons == []
-    assert held.reasons == ["software power cap", "software thermal slowdown"]
-    assert [reading.seconds for reading in (busy, idle, held)] == [2.0, 3.0, 4.0]
-
-
-def test_the_log_runs_beside_and_ends_with_the_run(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in *clocks_event_reasons*) exit 2;; esac\n'  # an older driver
-        'echo "1980, 3201, 41, 351.62, 0x4"\n'
-        f'case "$*" in *--loop-ms*) echo $$ > {tmp_path}/pid; exec sleep 60;; esac\n'
-    )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(clocks, "_identity", lambda device: "GPU-0")
-    log = clocks.ClockLog(torch.device("cuda"))
-    with log.running():
-        for _ in range(200):
-            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip():
-                break
-            clocks.time.sleep(0.05)
-    assert [reading.reasons for reading in log.readings] == [["software power cap"]]
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 # The suites
@@ -559,6 +281,12 @@ def test_the_benchmarks_own_kernels_compile_and_check_their_arguments(build, tar
     call = module.read if build is ceilings.build else partial(module.forward, wrong)
     with pytest.raises(ValueError, match=r"expected .*got float32\[3, 4, 8\]"):
         call(wrong, wrong)
+
+
+def command(*arguments: str, code: int = 0):
+    result = CliRunner().invoke(commands, ["bench", *arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
 
 
 # The commands
@@ -660,18 +388,6 @@ def test_where_the_chain_misses_1e_6_no_worse_than_the_chain_is_ok():
 )
 def test_wrong_usage_of_the_script_is_told(arguments, says):
     assert says in script(*arguments, code=2)
-
-
-@pytest.mark.gpu
-def test_a_graph_of_known_work_takes_its_known_time(cuda):
-    timer = CudaTimer(cuda)
-    with timer.running():
-        one, four = (torch.ones(n << 26, device=cuda) for n in (1, 4))
-        shots = {n: timer.graph([partial(torch.neg, x)] * 4)[0] for n, x in ((1, one), (4, four))}
-        found = interleave(shots, timer)
-    assert 3 < found[4].median / found[1].median < 5  # 2 GiB against 512 MiB through memory, launches aside
-    with timer.running(), pytest.raises(NoGraphError):
-        timer.graph([one.sum().item])
 
 
 @pytest.mark.gpu

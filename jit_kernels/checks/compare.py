@@ -9,6 +9,8 @@ from torch import Tensor
 
 from jit_kernels.messages import describe
 
+_AT_A_TIME = 1 << 28  # elements that are held in float64 together
+
 
 def same_bytes(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Whether two sequences of tensors hold the same bits: -0.0 is not +0.0, and a NaN equals itself."""
@@ -32,27 +34,43 @@ def differing_rows(first: Tensor, second: Tensor) -> list[int]:
     return (_bytes(first).view(rows, -1) != _bytes(second).view(rows, -1)).any(1).nonzero().flatten().tolist()
 
 
+def row_errors(out: Tensor, exact: Tensor) -> Tensor:
+    """The relative Frobenius error of each row; NaN and Inf count as infinite."""
+    if out.shape != exact.shape:
+        raise ValueError(f"{describe(out)} where {describe(exact)} was expected")
+    step = max(1, _AT_A_TIME // max(1, exact.shape[1:].numel()))
+    return torch.cat(
+        [_ratios((o - e).norm(dim=1), e.norm(dim=1)) for o, e in map(_rows, out.split(step), exact.split(step))]
+    )
+
+
 def relative_error(out: Tensor, exact: Tensor) -> float:
-    """The largest relative Frobenius error of one row; NaN and Inf count as infinite."""
-    out, exact = _rows(out, exact)
-    return largest_ratio((out - exact).norm(dim=1), exact.norm(dim=1))
+    """The largest of `row_errors`."""
+    return _largest(row_errors(out, exact))
 
 
 def element_error(out: Tensor, exact: Tensor, rtol: float, atol: float) -> float:
     """The largest error of one element, in units of ``atol + rtol * |exact|``; NaN and Inf count as infinite."""
+    if out.shape != exact.shape:
+        raise ValueError(f"{describe(out)} where {describe(exact)} was expected")
     out, exact = _rows(out, exact)
     return largest_ratio((out - exact).abs(), atol + rtol * exact.abs())
 
 
 def largest_ratio(error: Tensor, scale: Tensor) -> float:
     """The largest ``error / scale``, where no error needs no scale; NaN and Inf count as infinite."""
-    ratio = (error / scale).masked_fill(error == 0, 0.0)
-    return float(ratio.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) if ratio.numel() else 0.0
+    return _largest(_ratios(error, scale))
+
+
+def _ratios(error: Tensor, scale: Tensor) -> Tensor:
+    return (error / scale).masked_fill(error == 0, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _largest(ratios: Tensor) -> float:
+    return float(ratios.max()) if ratios.numel() else 0.0
 
 
 def _rows(out: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    if out.shape != exact.shape:
-        raise ValueError(f"{describe(out)} where {describe(exact)} was expected")
     # A row may be a single number.
     return out.double().unsqueeze(-1).flatten(1), exact.double().unsqueeze(-1).flatten(1)
 
