@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 from jit_kernels.jit import cache
 from jit_kernels.jit.arch import Target
@@ -12,6 +16,20 @@ from jit_kernels.jit.loader import Kernel, kernel
 
 HOPPER = Target.parse("sm_90a")
 BLACKWELL = Target.parse("sm_100a")
+
+SOMEBODY = 54321
+
+
+def can_give_away() -> bool:
+    with tempfile.NamedTemporaryFile() as file:
+        try:
+            os.chown(file.name, SOMEBODY, SOMEBODY)
+        except OSError:
+            return False
+        return True
+
+
+ROOT_ONLY = pytest.mark.skipif(not can_give_away(), reason="only root can give a file to another user")
 
 # What a fresh process runs; it reports in JSON.
 FRESH = """

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -14,15 +13,13 @@ from typing import Any
 
 import herd
 import pytest
-from answer import BLACKWELL, HOPPER, answer_kernel
+from answer import BLACKWELL, HOPPER, ROOT_ONLY, SOMEBODY, answer_kernel
 from click.testing import CliRunner
 
 import jit_kernels
 from jit_kernels.cli import commands
 from jit_kernels.dispatch import OPERATORS
 from jit_kernels.jit import cache, store
-
-SOMEBODY = 54321
 
 ENTRY = {"name", "target", "version", "place", "size", "created", "folder"}
 
@@ -293,16 +290,7 @@ def test_loads_beside_a_clean_all_succeed(isolated_cache, tmp_path, answer_sourc
     assert found["left"] == []
 
 
-def can_give_away() -> bool:
-    with tempfile.NamedTemporaryFile() as file:
-        try:
-            os.chown(file.name, SOMEBODY, SOMEBODY)
-        except OSError:
-            return False
-        return True
-
-
-@pytest.mark.skipif(not can_give_away(), reason="only root can give a file to another user")
+@ROOT_ONLY
 def test_clean_does_nothing_in_a_strangers_folder(isolated_cache, tmp_path):
     """Anybody can make the temporary cache's folder first, and lay traps in it: here, links to files of ours."""
     ours = tmp_path / "ours"

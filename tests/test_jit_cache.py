@@ -10,32 +10,17 @@ import pwd
 import re
 import shutil
 import signal
-import tempfile
 import threading
 import time
 import warnings
 from pathlib import Path
 
 import pytest
-from answer import BLACKWELL, answer_kernel, entries, fresh, leftovers, load
+from answer import BLACKWELL, ROOT_ONLY, SOMEBODY, answer_kernel, entries, fresh, leftovers, load
 
 from jit_kernels.jit import cache, errors, store
 
 pytestmark = pytest.mark.compiler
-
-SOMEBODY = 54321
-
-
-def can_give_away() -> bool:
-    with tempfile.NamedTemporaryFile() as file:
-        try:
-            os.chown(file.name, SOMEBODY, SOMEBODY)
-        except OSError:
-            return False
-        return True
-
-
-ROOT_ONLY = pytest.mark.skipif(not can_give_away(), reason="only root can give a file to another user")
 
 
 # A hit
