@@ -302,8 +302,14 @@ def put(folder: Path, name: str, old: str, new: str) -> None:
 
 
 @contextmanager
-def importable(client: str, folder: Path) -> Iterator[None]:
-    """Inside, the folder's package is what ``import <client>`` finds; afterwards it has never been there."""
+def importable(client: str, folder: Path | None) -> Iterator[None]:
+    """Inside, the folder's package is what ``import <client>`` finds; afterwards it has never been there.
+
+    Without a folder it is the installed package, which stays.
+    """
+    if folder is None:
+        yield
+        return
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == client}
     for name in before:
         del sys.modules[name]

@@ -37,11 +37,6 @@ def folder(tmp_path):
 def client(folder, monkeypatch):
     """SGLang's modules, as they are before and after."""
     monkeypatch.setattr(sglang.ROUTE, "_said", set())
-    if folder is None:
-        importlib.import_module(DOOR)
-        yield importlib.import_module(MODEL)
-        sglang.uninstall()
-        return
     with standins.importable("sglang", folder):
         importlib.import_module(DOOR)
         yield importlib.import_module(MODEL)

@@ -32,10 +32,6 @@ def folder(tmp_path):
 def client(folder, monkeypatch):
     """vLLM's modules, as they are before and after."""
     monkeypatch.setattr(vllm.ROUTE, "_said", set())
-    if folder is None:
-        yield importlib.import_module(f"{KERNELS}.triton")
-        vllm.uninstall()
-        return
     with standins.importable("vllm", folder):
         yield importlib.import_module(f"{KERNELS}.triton")
         vllm.uninstall()
