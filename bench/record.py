@@ -77,6 +77,7 @@ class Candidate(Record):
     name: str
     what: str  # what it is, in a line
     how: str  # how to have it
+    versions: dict[str, str] = {}  # of others' packages that it is made of, where they are installed
     ours: bool
     present: bool
     reason: str = ""  # why it is absent

@@ -25,7 +25,7 @@ from jit_kernels.bench.record import (
     growths,
 )
 from jit_kernels.bench.row import Runner, line, with_rates
-from jit_kernels.bench.suite import AbsentError, Case, Prepare, Setting, Suite, suites
+from jit_kernels.bench.suite import AbsentError, Build, Case, Prepare, Setting, Suite, suites
 from jit_kernels.bench.timing import (
     GRAPH_CALLS,
     CpuTimer,
@@ -39,7 +39,6 @@ from jit_kernels.checks.provenance import provenance
 from jit_kernels.dispatch import Operator
 from jit_kernels.jit.arch import Target
 from jit_kernels.jit.errors import JitError
-from jit_kernels.jit.loader import Kernel
 
 COLD = 4  # times the size of L2 that passes before an input is used again
 LARGE = 1 << 28  # bytes of one call from which memory is given back between rows
@@ -136,14 +135,14 @@ class Bench:
     def _compile(self) -> None:
         """Every kernel that isn't built yet, side by side. One that fails says why where it is needed."""
         target = Target.of(self.setting.device)
-        kernels: dict[Kernel, None] = {ceilings.build(target): None}
+        kernels: dict[Build, None] = {ceilings.build(target): None}
         for operator in self.operators:
             kernels |= {operator.build(target, **build): None for build in operator.warmup}
         for suite in self.suites:
             if suite.builds is not None:
                 kernels |= dict.fromkeys(suite.builds(self.setting, target))
 
-        def compile(kernel: Kernel) -> None:
+        def compile(kernel: Build) -> None:
             with suppress(JitError, OSError):  # a peer's sources may not be where they were said to be
                 kernel.compile()
 
@@ -167,6 +166,7 @@ class Bench:
                     name=entrant.name,
                     what=entrant.what,
                     how=entrant.how,
+                    versions=entrant.versions(),
                     ours=entrant.ours,
                     present=not reason,
                     reason=reason,

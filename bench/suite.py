@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jit_kernels.bench.record import CeilingName, Direction
@@ -20,10 +22,15 @@ from torch import Tensor
 
 from jit_kernels.dispatch import Operator, cuda_support
 from jit_kernels.jit.arch import Target
-from jit_kernels.jit.loader import Kernel
 
 Call = Callable[[], Any]
 Prepare = Callable[..., Call]  # from one set of inputs to a call without arguments that returns a tensor or a tuple
+
+
+class Build(Protocol):
+    """What can be compiled ahead of a run, side by side with others: a `Kernel`, or a peer's own."""
+
+    def compile(self) -> Any: ...
 
 
 class AbsentError(Exception):
@@ -68,6 +75,15 @@ class Entrant:
     unit: CeilingName = "ffma"  # whose arithmetic rate it is held against
     waits: bool = False  # its calls wait for the device, which a CUDA graph can't capture
     same_bytes_as: Callable[[Setting], Prepare] | None = None  # the gate also compares bytes with this
+    packages: tuple[str, ...] = ()  # what it is made of, where that is others'
+
+    def versions(self) -> dict[str, str]:
+        """Of those of its packages that are installed."""
+        found = {}
+        for package in self.packages:
+            with suppress(metadata.PackageNotFoundError):
+                found[package] = metadata.version(package)
+        return found
 
 
 @dataclass(frozen=True)
@@ -105,7 +121,7 @@ class Suite:
     outputs: tuple[str, ...]
     families: tuple[Case, ...] = ()  # inputs of all kinds of hardness, for accuracy alone
     inverted: Callable[..., Tensor] | None = None  # I plus these matrices is inverted: its condition says how hard
-    builds: Callable[[Setting, Target], Sequence[Kernel]] | None = None  # further kernels, to be compiled side by side
+    builds: Callable[[Setting, Target], Sequence[Build]] | None = None  # further kernels, to be compiled side by side
 
     def of(self, rows: str, on_gpu: bool) -> Suite:
         """With those cases alone that a set of rows holds, on a CPU those that it can bear."""

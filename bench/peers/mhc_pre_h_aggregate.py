@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from jit_kernels.bench.mhc_pre_h_aggregate import WORKLOAD, eager, gold, make
+from jit_kernels.bench.peers.mhc_pre_h_aggregate_tile_kernels import Tried, operator
 from jit_kernels.bench.suite import (
     AbsentError,
     Case,
@@ -150,16 +151,22 @@ def liger_backward(setting: Setting) -> Prepare:
     return lambda grad, residual, pre: partial(run, residual, pre, grad)
 
 
-def tile_kernels_forward(setting: Setting) -> Prepare:
+def tile_kernels(setting: Setting) -> Callable[[Tensor, Tensor], Tensor]:
     require_gpu(setting)
-    run = imported("tile_kernels.modeling.mhc.ops").mhc_pre_apply_mix
-    return lambda residual, pre: partial(run, residual, pre.unsqueeze(-1))
+    try:
+        for one in TRIED:
+            one.compile()
+    except JitError as error:
+        raise AbsentError(str(error)) from error
+    return operator()
+
+
+def tile_kernels_forward(setting: Setting) -> Prepare:
+    return partial(partial, tile_kernels(setting))
 
 
 def tile_kernels_backward(setting: Setting) -> Prepare:
-    require_gpu(setting)
-    run = imported("tile_kernels.modeling.mhc.ops").mhc_pre_apply_mix
-    return autograd(lambda residual, pre: run(residual, pre.unsqueeze(-1)), 1)(setting)
+    return autograd(tile_kernels(setting), 1)(setting)
 
 
 def require_gpu(setting: Setting) -> None:
@@ -182,8 +189,11 @@ def fallback_bytes(call: Callable[..., Any]) -> Callable[[Setting], Prepare]:
     return lambda setting: partial(partial, call, backend="torch")
 
 
-LIGER = "pip install liger-kernel"
-TILE_KERNELS = "pip install tile-kernels, which needs tilelang"
+LIGER, LIGER_PACKAGES = "pip install liger-kernel", ("liger-kernel",)
+TRIED = tuple(Tried(hidden_size) for hidden_size in HIDDEN_SIZES)
+# tile-kernels 1.0.0 imports what tilelang 0.1.12 has no more, and tilelang 0.1.11 aborts beside a later tvm-ffi.
+TILE_KERNELS = "pip install tile-kernels tilelang==0.1.11 apache-tvm-ffi==0.1.11"
+TILE_KERNELS_PACKAGES = ("tile-kernels", "tilelang", "apache-tvm-ffi")
 
 SUITES = (
     Suite(
@@ -194,13 +204,21 @@ SUITES = (
             fused(mhc_pre_h_aggregate, bounds=OUT, same_bytes_as=fallback_bytes(mhc_pre_h_aggregate)),
             fallback(mhc_pre_h_aggregate, bounds=OUT),
             Entrant("torch eager", "transformers' DeepSeek-V4: multiply, sum, round", "torch", function(eager), OUT),
-            Entrant("torch.compile", "the same, compiled for each shape", "torch with triton", compiled(eager), OUT),
+            Entrant(
+                "torch.compile",
+                "the same, compiled for each shape",
+                "torch with triton",
+                compiled(eager),
+                OUT,
+                packages=("triton",),
+            ),
             Entrant(
                 "Triton twin",
                 "vLLM's hc_collapse_triton written anew: left fold, no fusion of multiply and add",
                 "pip install triton",
                 triton_twin,
                 OUT,
+                packages=("triton",),
             ),
             Entrant(
                 "one block a token",
@@ -209,12 +227,26 @@ SUITES = (
                 one_block_a_token,
                 OUT,
             ),
-            Entrant("Liger", "liger_kernel mhc_pre_fwd; its output is float32", LIGER, liger_forward, OUT),
-            Entrant("TileKernels", "tile_kernels mhc_pre_apply_mix", TILE_KERNELS, tile_kernels_forward, OUT),
+            Entrant(
+                "Liger",
+                "liger_kernel mhc_pre_fwd; its output is float32",
+                LIGER,
+                liger_forward,
+                OUT,
+                packages=LIGER_PACKAGES,
+            ),
+            Entrant(
+                "TileKernels",
+                "tile_kernels mhc_pre_apply_mix",
+                TILE_KERNELS,
+                tile_kernels_forward,
+                OUT,
+                packages=TILE_KERNELS_PACKAGES,
+            ),
         ),
         gold=gold,
         outputs=("out",),
-        builds=lambda setting, target: [build_one_block(target)],
+        builds=lambda setting, target: [build_one_block(target), *TRIED],
     ),
     Suite(
         operator=OPERATOR.name,
@@ -235,6 +267,7 @@ SUITES = (
                 "torch with triton",
                 compiled(closed_form),
                 GRADIENTS,
+                packages=("triton",),
             ),
             Entrant(
                 "Liger",
@@ -242,6 +275,7 @@ SUITES = (
                 LIGER,
                 liger_backward,
                 GRADIENTS,
+                packages=LIGER_PACKAGES,
             ),
             Entrant(
                 "TileKernels",
@@ -249,6 +283,7 @@ SUITES = (
                 TILE_KERNELS,
                 tile_kernels_backward,
                 GRADIENTS,
+                packages=TILE_KERNELS_PACKAGES,
             ),
         ),
         gold=gradient_gold(gold, 1),

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jit_kernels.bench.peers.vdn_delta_factors_cusolverdx import PLANS, Launcher, Linked, build_host, libmathdx
 from jit_kernels.bench.suite import (
     AbsentError,
+    Build,
     Case,
     Entrant,
     Prepare,
@@ -147,18 +149,22 @@ def sglang(setting: Setting) -> Prepare:
 
 
 def cusolverdx(setting: Setting) -> Prepare:
-    there = importlib.util.find_spec("nvidia.mathdx") is not None if importlib.util.find_spec("nvidia") else False
-    raise AbsentError(
-        "nvidia-libmathdx is here, but its device code needs a device link, which load_jit does not do"
-        if there
-        else "nvidia-libmathdx is not installed"
-    )
+    try:
+        libmathdx()
+        if not setting.on_gpu:
+            raise AbsentError(f"it runs on CUDA devices; this run is on {setting.device}")
+        return partial(partial, Launcher(setting.device))
+    except JitError as error:
+        raise AbsentError(str(error)) from error
 
 
-def builds(setting: Setting, target: Target) -> list[Kernel]:
-    found = [OPERATOR.build(target, d, precision) for d in HEAD_DIMS for precision in PRECISIONS]
+def builds(setting: Setting, target: Target) -> list[Build]:
+    found: list[Build] = [OPERATOR.build(target, d, precision) for d in HEAD_DIMS for precision in PRECISIONS]
     with suppress(AbsentError):
         found.append(build_sglang(sglang_folder(setting), target))
+    with suppress(JitError):
+        libmathdx()
+        found += [build_host(target), *(Linked(plan, target) for plan in PLANS.values())]
     return found
 
 
@@ -200,9 +206,21 @@ SUITES = (
                 function(chain_ex),
                 THEIRS,
             ),
-            Entrant("SGLang fused", "its own vdn_delta_factors.cuh through load_jit", SGLANG, sglang, THEIRS),
             Entrant(
-                "cuSOLVERDx", "POTRF and TRSM in one kernel", "pip install nvidia-libmathdx-cu13", cusolverdx, THEIRS
+                "SGLang fused",
+                "its own vdn_delta_factors.cuh through load_jit",
+                SGLANG,
+                sglang,
+                THEIRS,
+                packages=("sglang",),
+            ),
+            Entrant(
+                "cuSOLVERDx",
+                "its POTRF and TRSM and two products of cuBLASDx, in one kernel",
+                "pip install nvidia-libmathdx-cu13",
+                cusolverdx,
+                THEIRS,
+                packages=("nvidia-libmathdx-cu13",),
             ),
         ),
         gold=gold,
