@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <string>
 
 #include "vdn_delta_factors/arguments.cuh"
 #include "vdn_delta_factors/fp32.cuh"
@@ -23,13 +24,16 @@ struct DTypeOf<int32_t> {
 
 namespace vdn_delta_factors {
 
-// The bytes between a tensor's first and last element, and how much of them one entry of its first dimension spans.
-struct Extent {
+// One of the call's tensors, and the bytes between its first and last element.
+struct Operand {
+  const char* name;
+  const TensorView& tensor;
   uintptr_t begin, end;
-  int64_t step, span;
+  int64_t step, span;  // from one entry of the first dimension to the next, and how much of it an entry spans
 
-  explicit Extent(const TensorView& t) {
-    const int64_t size = t.dtype().bits / 8;
+  template <int kCore>
+  explicit Operand(const Flattened<kCore>& t) : name(t.name()), tensor(t.view()) {
+    const int64_t size = tensor.dtype().bits / 8;
     int64_t low = 0, high = 0;
     span = size;
     for (int i = 0; i < t.ndim(); ++i) {
@@ -42,75 +46,69 @@ struct Extent {
     begin = reinterpret_cast<uintptr_t>(t.data_ptr()) + low;
     end = reinterpret_cast<uintptr_t>(t.data_ptr()) + high + size;
   }
-};
-
-inline bool overlap(const Extent& a, const Extent& b) {
-  if (a.begin >= b.end || b.begin >= a.end) return false;
-  if (a.step != b.step || a.step <= 0) return true;
-  // Two tensors that take turns in one buffer, as T and J in one of shape [N, 2, d, d].
-  const int64_t distance = static_cast<int64_t>(b.begin - a.begin) % a.step;
-  const int64_t after = distance < 0 ? distance + a.step : distance;
-  return after < a.span || a.step - after < b.span;
-}
-
-struct Operand {
-  const char* name;
-  TensorView tensor;
-  Extent extent;
-
-  Operand(const char* name, const TensorView& tensor) : name(name), tensor(tensor), extent(tensor) {}
 
   void refuse_overlap(const Operand& other) const {
-    if (!overlap(extent, other.extent)) return;
+    if (begin < other.end && other.begin < end && !takes_turns(other)) refuse(other);
+  }
+
+ private:
+  // As T and J do in one buffer of shape [N, 2, d, d].
+  bool takes_turns(const Operand& other) const {
+    if (step != other.step || step <= 0) return false;
+    const int64_t distance = static_cast<int64_t>(other.begin - begin) % step;
+    const int64_t after = distance < 0 ? distance + step : distance;
+    return after >= span && step - after >= other.span;
+  }
+
+  [[noreturn, gnu::cold, gnu::noinline]] void refuse(const Operand& other) const {
     TVM_FFI_THROW(ValueError) << name << " overlaps " << other.name << " in memory: " << name << " is "
                               << describe(tensor) << " at " << tensor.data_ptr() << ", " << other.name << " is "
                               << describe(other.tensor) << " at " << other.tensor.data_ptr()
                               << "; give it memory of its own";
+    __builtin_unreachable();
   }
 };
 
-inline bool allows_vectors(const TensorView& t) {
-  bool ok = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
-  for (int i = 0; i + 1 < t.ndim(); ++i) ok = ok && (t.size(i) <= 1 || t.stride(i) % 4 == 0);
-  return ok;
+inline bool aligned_16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+inline bool allows_vectors(const Flattened<2>& t) {
+  return aligned_16(t.data_ptr()) && (t.size(0) <= 1 || t.stride(0) % 4 == 0) && t.stride(1) % 4 == 0;
 }
 
 enum class Precision { kFp64Tensor, kFp32 };
 
 template <int kDim, Precision kPrecision>
 struct VdnDeltaFactors {
-  // T, J, A, B [..., kDim, kDim], alpha [..., kDim], info [count].
+  // T, J, A, B [..., kDim, kDim], alpha [..., kDim], info [...].
   static void run(TensorView T_given, TensorView J_given, TensorView A_given, TensorView B_given,
                   TensorView alpha_given, double a_scale, double b_scale, tvm::ffi::Optional<TensorView> info) {
     // 1. Validate.
-    const Flattened<2> T_flat("T", T_given), J_flat("J", J_given), A_flat("A", A_given), B_flat("B", B_given);
-    const Flattened<1> alpha_flat("alpha", alpha_given);
-    const TensorView T = T_flat.view(), J = J_flat.view(), A = A_flat.view(), B = B_flat.view();
-    const TensorView alpha = alpha_flat.view();
-    const DLDevice device = A.device();
-    Expect("A", A).on(device).dtype<float>().shape({Expect::kAny, kDim, kDim});
+    const Flattened<2> A("A", A_given), B("B", B_given, A), T("T", T_given, A), J("J", J_given, A);
+    const Flattened<1> alpha("alpha", alpha_given, A);
+    const DLDevice device = A_given.device();
     const int64_t count = A.size(0);
-    Expect("A", A).strides({Expect::kAny, Expect::kAny, 1}).aligned(4);
-    Expect("B", B).on(device).dtype<float>().shape({count, kDim, kDim});
-    Expect("B", B).strides({Expect::kAny, Expect::kAny, 1}).aligned(4);
-    Expect("alpha", alpha).on(device).dtype<float>().shape({count, kDim}).aligned(4);
-    Expect("T", T).on(device).dtype<float>().shape({count, kDim, kDim}).strides({Expect::kAny, kDim, 1}).aligned(4);
-    Expect("J", J).on(device).dtype<float>().shape({count, kDim, kDim}).strides({Expect::kAny, kDim, 1}).aligned(4);
-    if (info.has_value())
-      Expect("info", info.value()).on(device).dtype<int32_t>().shape({count}).strides({1}).aligned(4);
+    constexpr auto kAny = Expect::kAny;
+    for (const Flattened<2>* input : {&A, &B})
+      input->expect().on(device).dtype<float>().shape({count, kDim, kDim}).strides({kAny, kAny, 1}).aligned(4);
+    for (const Flattened<2>* output : {&T, &J})
+      output->expect().on(device).dtype<float>().shape({count, kDim, kDim}).strides({kAny, kDim, 1}).aligned(4);
+    alpha.expect().on(device).dtype<float>().shape({count, kDim}).aligned(4);
     if (count == 0) return;
-    if (count > std::numeric_limits<int32_t>::max())
-      TVM_FFI_THROW(ValueError) << "A: expected at most 2147483647 matrices, got " << count;
-    refuse_self_overlap("T", T);
-    refuse_self_overlap("J", J);
-    const Operand inputs[] = {{"A", A}, {"B", B}, {"alpha", alpha}}, outputs[] = {{"T", T}, {"J", J}};
-    outputs[0].refuse_overlap(outputs[1]);
-    for (const Operand& output : outputs)
-      for (const Operand& input : inputs) output.refuse_overlap(input);
+    if (count > std::numeric_limits<int32_t>::max()) A.expect().fail("at most 2147483647 matrices");
+    for (const Flattened<2>* output : {&T, &J})
+      if (count > 1 && output->stride(0) < int64_t{kDim} * kDim)
+        output->expect().fail("matrices that don't overlap, a batch stride of at least " + std::to_string(kDim * kDim));
+    const Operand operands[] = {Operand(T), Operand(J), Operand(A), Operand(B), Operand(alpha)};
+    for (int output : {0, 1})
+      for (int other = output + 1; other < 5; ++other) operands[output].refuse_overlap(operands[other]);
+    int32_t* info_data = nullptr;
     if (info.has_value()) {
-      const Operand operand("info", info.value());
-      for (const Operand& input : inputs) operand.refuse_overlap(input);
-      for (const Operand& output : outputs) operand.refuse_overlap(output);
+      const TensorView given = info.value();
+      const Flattened<0> flat("info", given, A);
+      flat.expect().on(device).dtype<int32_t>().strides({1}).aligned(4);
+      const Operand operand(flat);
+      for (const Operand& other : operands) operand.refuse_overlap(other);
+      info_data = static_cast<int32_t*>(flat.data_ptr());
     }
 
     Arguments args{};
@@ -119,7 +117,7 @@ struct VdnDeltaFactors {
     args.alpha = static_cast<const float*>(alpha.data_ptr());
     args.T = static_cast<float*>(T.data_ptr());
     args.J = static_cast<float*>(J.data_ptr());
-    args.info = info.has_value() ? static_cast<int32_t*>(info.value().data_ptr()) : nullptr;
+    args.info = info_data;
     args.count = count;
     args.A_batch = A.stride(0);
     args.A_row = A.stride(1);
@@ -132,7 +130,7 @@ struct VdnDeltaFactors {
     args.a_scale = static_cast<float>(a_scale);
     args.b_scale = static_cast<float>(b_scale);
     args.vectors = allows_vectors(A) && allows_vectors(B) && allows_vectors(T) && allows_vectors(J) &&
-                   reinterpret_cast<uintptr_t>(alpha.data_ptr()) % 16 == 0;
+                   aligned_16(alpha.data_ptr());
 
     // 2. Device guard and stream.
     const DeviceGuard guard(device);
@@ -143,13 +141,6 @@ struct VdnDeltaFactors {
     } else {
       launch_fp32<kDim>(args, device.device_id, guard.stream());
     }
-  }
-
- private:
-  static void refuse_self_overlap(const char* name, const TensorView& t) {
-    if (t.size(0) > 1 && t.stride(0) < int64_t{kDim} * kDim)
-      TVM_FFI_THROW(ValueError) << name << ": expected matrices that don't overlap (batch stride of at least "
-                                << kDim * kDim << "), got " << describe(t);
   }
 };
 

@@ -1,7 +1,7 @@
 """Which implementation a call runs: the fused kernel from the JIT cache, or the torch fallback.
 
 public op → Operator.__call__ → validate → supports → fused | fallback
-                              → quick, where a loaded kernel's host entry checks what validate would
+          → a shortcut, where an earlier call left one for its like
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from jit_kernels.checks.workload import Workload
 
 BACKENDS = ("auto", "fused", "torch")
+FUSING = ("auto", "fused")  # those that run the fused kernel wherever it covers the call
+MOST_SHORTCUTS = 8  # of one key: so many kinds of calls in turn find theirs
 OPERATORS: dict[str, Operator] = {}
 
 _DEFAULT: str = env.BACKEND.get()
 _ambient: ContextVar[str] = ContextVar("jit_kernels_backend", default=_DEFAULT)
+ambient = _ambient.get  # `backend` in less time
 
 
 class UnsupportedError(RuntimeError):
@@ -95,9 +98,9 @@ class Operator:
     build: Callable[..., Kernel]  # (target, *parameters): names the .cuh; launches nothing
     fused: Callable[..., Any]
     fallback: Callable[..., Any]
-    # The fused kernel for calls as serving makes them, without a check that the host entry makes too; None for others.
-    # The entry takes all batch dimensions as one: that they agree is still to be seen to.
-    quick: Callable[..., Any] | None = None
+    # (key, launch) or None: how later calls like this one may run, where the kernel is loaded and its host entry checks
+    # what `validate` would. The public op looks for it in `shortcuts` under that key.
+    shortcut: Callable[..., tuple[Any, Callable[..., Any]] | None] | None = None
     parameters: Callable[..., tuple[Any, ...]] = lambda *args: ()  # of the build that a call needs, after the target
     gradient: Callable[..., tuple[Any, ...]] | None = None  # (ctx, *grads) → one gradient an argument
     warmup: tuple[dict[str, Any], ...] = ()  # parameters of the builds that users need
@@ -110,6 +113,10 @@ class Operator:
     defaults: tuple[Any, ...] = field(init=False, repr=False)  # their values, None where there is none
     tensors: int = field(init=False, repr=False)  # how many of them are tensors
     launchers: dict[Any, Callable[..., None]] = field(default_factory=dict, init=False, repr=False)  # of loaded kernels
+    # For calls that are `torch_op.undisturbed`: launches, each behind the test whether the tensors are those it is for.
+    shortcuts: dict[Any, tuple[tuple[Callable[..., bool], Callable[..., Any]], ...]] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _failures: dict[Any, JitError] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -135,24 +142,32 @@ class Operator:
         return importlib.import_module(f"jit_kernels.bench.{self.name}").WORKLOAD
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
-        if len(args) != len(self.defaults):
-            args = self.complete(args)
+        args = self.complete(args)
         if torch.compiler.is_compiling():
             return self.torch_op(*args, backend=backend)
         choice = _ambient.get() if backend is None else _checked(backend)
-        if torch_op.unwatched(args[: self.tensors]):
-            if self.quick is not None and choice != "torch":
-                try:
-                    out = self.quick(*args)
-                except Exception:  # an input that the host entry refuses: the careful way serves it, or says why not
-                    out = None
-                if out is not None:
-                    return out
-            return self.run(args, choice)
+        if torch_op.unwatched(*args[: self.tensors]):
+            made = self.run(args, choice)
+            if self.shortcut is not None:
+                self._remember(args)
+            return made
         self.validate(*args)  # a tensor that isn't one would be refused by torch in other words
         torch_op.require_no_tangent(self.name, args[: self.tensors])
         torch_op.prepare_dtensors(self, args[: self.tensors])
         return self.torch_op(*args, backend=choice)
+
+    def _remember(self, args: tuple[Any, ...]) -> None:
+        """Leaves a shortcut for calls like this one, which nobody watches."""
+        assert self.shortcut is not None
+        found, tensors = self.shortcut(*args), args[: self.tensors]
+        if found is None:
+            return
+        key, launch = found
+        known = self.shortcuts.get(key, ())
+        if not any(like(*tensors) for like, _ in known):
+            like = torch_op.likeness(*tensors)
+            if like is not None:
+                self.shortcuts[key] = ((like, launch), *known)[:MOST_SHORTCUTS]
 
     def run(self, args: tuple[Any, ...], backend: str | None) -> Any:
         """Validates, chooses and runs, past torch's dispatcher."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jit_kernels.dispatch import Operator
 
 F = TypeVar("F", bound=Callable[..., Any])
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # of a shape and strides
 
 NAMESPACE = "jit_kernels"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -26,42 +27,59 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
+_tracing = torch._C._is_tracing
 _grad_enabled = torch.is_grad_enabled
-_Parameter = torch.nn.Parameter
-# How code that torch.compile made allocates, on the current device: half the host time of torch.empty.
-_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", lambda: None)
+_compiling = torch.compiler.is_dynamo_compiling
+# What torch.compile knows its inputs again by.
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # of CUDA: its index
 
 
-def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, index: int) -> torch.Tensor:
-    """``torch.empty_strided`` on the CUDA device of this index, in less time."""
-    if _empty_strided_cuda is not None and index == _current_device():
-        return _empty_strided_cuda(shape, strides, dtype)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=torch.device("cuda", index))
+def empty_on(device: torch.device) -> Allocate:
+    """``torch.empty_strided`` on this device."""
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def unwatched(tensors: tuple[Any, ...]) -> bool:
-    """True where, outside of torch.compile, a direct kernel launch can't be told from a call of the registered op.
+# On the current CUDA device, as code that torch.compile made allocates: half the host time.
+empty_here: Allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty_on(torch.device("cuda")))
+
+
+def undisturbed() -> bool:
+    """The part of `unwatched` that no tensor shows."""
+    return not (_compiling() or _function_modes() or forward_ad._current_level >= 0)
+
+
+def unwatched(*tensors: Any) -> bool:
+    """True where a direct kernel launch can't be told from a call of the registered op.
 
     The kernel sees memory alone: not who records or changes the call, and not a sign that torch keeps beside it.
     """
-    if (
-        _dispatch_modes()
-        or _function_modes()
-        or _transform() is not None
-        or _tracing() is not None
-        or forward_ad._current_level >= 0
-    ):
+    if not undisturbed() or _dispatch_modes() or _transform() is not None or _tracing():
         return False
     grad = _grad_enabled()
     for tensor in tensors:
         kind = type(tensor)
-        if kind is not torch.Tensor and kind is not _Parameter:
-            return False
-        if (grad and tensor.requires_grad) or tensor.is_neg():
+        if (kind is not _Tensor and kind is not _Parameter) or tensor.is_neg() or (grad and tensor.requires_grad):
             return False
     return True
+
+
+def likeness(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """A test, in one step, whether other tensors are like these: in all that torch's dispatcher goes by here and now
+    (type, keys, device, dtype, gradient), in the number of dimensions and in the size of the last one.
+
+    So where these are `unwatched`, tensors like them are too, if the call is `undisturbed`. None where torch makes no
+    such test, or one that doesn't know these again, such as one tensor given twice.
+    """
+    sizes = [[None] * (tensor.ndim - 1) + [tensor.shape[-1]] for tensor in tensors]
+    strides = [[None] * tensor.ndim for tensor in tensors]
+    try:
+        like = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return like if like(*tensors) else None
+    except Exception:  # nobody promised that it stays as it is
+        return None
 
 
 def require_no_tangent(name: str, tensors: Iterable[Any]) -> None:

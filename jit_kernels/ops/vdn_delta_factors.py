@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jit_kernels import env, torch_op
-from jit_kernels.dispatch import Operator, Support, cuda_support
+from jit_kernels.dispatch import FUSING, Operator, Support, ambient, cuda_support
 from jit_kernels.fallbacks import vdn_delta_factors as fallback
 from jit_kernels.jit.arch import Target
 from jit_kernels.jit.loader import Kernel, kernel
 from jit_kernels.messages import describe, require_tensors
+from jit_kernels.torch_op import current_device, empty_here, empty_on, undisturbed
 
+FUSED_DTYPE = torch.float32
 HEAD_DIMS = (64, 128)
 PRECISIONS = {"fp64_tensor": "kFp64Tensor", "fp32": "kFp32"}  # as the kernel calls them
 
@@ -43,8 +46,8 @@ def validate(
 
 
 def supports(A: Tensor, B: Tensor, alpha: Tensor, *options: Any) -> Support:
-    if A.dtype != torch.float32:
-        return Support(False, f"the matrices are {A.dtype}: the fused kernel covers torch.float32")
+    if A.dtype != FUSED_DTYPE:
+        return Support(False, f"the matrices are {A.dtype}: the fused kernel covers {FUSED_DTYPE}")
     if A.shape[-1] not in HEAD_DIMS:
         return Support(False, f"head_dim {A.shape[-1]}: the fused kernel covers 64 and 128")
     return cuda_support(A)
@@ -78,35 +81,32 @@ def fused(A: Tensor, B: Tensor, alpha: Tensor, *options: Any) -> tuple[Tensor, T
     return T, J
 
 
-def quick(
-    A: Tensor,
-    B: Tensor,
-    alpha: Tensor,
-    a_scale: float,
-    b_scale: float,
-    check_errors: bool,
-    precision: str | None,
-) -> tuple[Tensor, Tensor] | None:
-    if check_errors or A.dtype is not torch.float32:
-        return None
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    if A.ndim == 3 and B.ndim == 3 and alpha.ndim == 2:
-        count, _, d = A.shape
-        shape, strides = (count, d, d), (d * d, d, 1)
-    elif A.ndim == 4 and B.ndim == 4 and alpha.ndim == 3 and A.shape[0] == B.shape[0] == alpha.shape[0]:
-        outer, inner, _, d = A.shape
-        shape, strides = (outer, inner, d, d), (inner * d * d, d * d, d, 1)
-    else:
-        return None
-    index = A.get_device()
+def shortcut(
+    A: Tensor, B: Tensor, alpha: Tensor, a_scale: float, b_scale: float, check_errors: bool, precision: str | None
+) -> tuple[str | None, Callable[..., tuple[Tensor, Tensor] | None]] | None:
+    d, index = A.shape[-1], A.get_device()
     run = OPERATOR.launchers.get(("run", index, d, precision))
-    if run is None or 0 in shape:
+    if run is None or A.ndim not in (3, 4) or A.dtype != FUSED_DTYPE:
         return None
-    T = torch_op.empty(shape, strides, torch.float32, index)
-    J = torch_op.empty(shape, strides, torch.float32, index)
-    run(T, J, A, B, alpha, a_scale, b_scale, None)
-    return T, J
+    batched, elsewhere = A.ndim == 4, empty_on(A.device)
+
+    def launch(A: Tensor, B: Tensor, alpha: Tensor, a_scale: float, b_scale: float) -> tuple[Tensor, Tensor] | None:
+        sizes, empty = A.shape, empty_here if index == current_device() else elsewhere
+        shape: tuple[int, ...]
+        strides: tuple[int, ...]
+        if batched:
+            count = sizes[1]
+            shape, strides = (sizes[0], count, d, d), ((count or 1) * d * d, d * d, d, 1)
+        else:
+            shape, strides = (sizes[0], d, d), (d * d, d, 1)
+        T, J = empty(shape, strides, FUSED_DTYPE), empty(shape, strides, FUSED_DTYPE)
+        try:
+            run(T, J, A, B, alpha, a_scale, b_scale, None)
+        except Exception:  # such as the entry's refusal: the careful way serves the call, or says why not
+            return None
+        return T, J
+
+    return precision, launch
 
 
 def fallback_forward(
@@ -184,7 +184,7 @@ OPERATOR = Operator(
     outputs=outputs,
     build=build,
     fused=fused,
-    quick=quick,
+    shortcut=shortcut,
     fallback=fallback_forward,
     parameters=lambda A, B, alpha, a_scale, b_scale, check_errors, precision: (A.shape[-1], precision),
     gradient=gradient,
@@ -238,6 +238,13 @@ def vdn_delta_factors(
     Source: ``delta_factor_apply`` of SGLang's MiniMax-H3 VDN branch, rules ``vdn_solve`` and ``vdn_scaled``.
     """
     if out is None:
+        if not check_errors and undisturbed() and (ambient() if backend is None else backend) in FUSING:
+            for like, launch in OPERATOR.shortcuts.get(precision, ()):
+                if like(A, B, alpha):
+                    made = launch(A, B, alpha, a_scale, b_scale)
+                    if made is not None:
+                        return made
+                    break
         return OPERATOR(A, B, alpha, a_scale, b_scale, check_errors, precision, backend=backend)
     T, J = out
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (A, B, alpha, T, J)):
