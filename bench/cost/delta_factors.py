@@ -7,8 +7,9 @@ b matrices costs
 
   alone + (b - 1) busy
 
-and a call is as long as the rounds of its fullest multiprocessor. Few matrices, or the last of many, are shared by
-several blocks, which all sweep and share J.
+and a call is as long as the rounds of its fullest multiprocessor. Where a warp owns a matrix it has one of the four
+schedulers and its pipes: four such run side by side, and only every fourth adds to the first one's cycles. Few
+matrices, or the last of many, are shared by several blocks, which all sweep and share J.
 
 At the beginning every multiprocessor waits for its first inputs at once, at the end for its last outputs: their bytes
 over the rates of memory. In between the traffic hides; all of it over the rates is a lower bound.
@@ -67,6 +68,10 @@ class DeltaFactors:
         """The same of its arithmetic pipe, which is the busiest one or less."""
         raise NotImplementedError
 
+    def abreast(self, d: int) -> int:
+        """Blocks of a multiprocessor that share no resource, each with that part of it."""
+        return 1
+
     def alone(self, machine: Machine, d: int, share: float) -> float:
         """Cycles of one block with nothing beside it."""
         raise NotImplementedError
@@ -90,11 +95,12 @@ class DeltaFactors:
         count, d = parameters["count"], parameters["head_dim"]
         rounds = self._rounds(machine, parameters)
         sweep, product = self.busy(machine, d)
+        abreast = self.abreast(d)
         cycles = filled = 0.0
         for blocks, times in rounds:
-            rest = sum(sweep + share * product for share in blocks[1:])
-            cycles += times * (self.alone(machine, d, blocks[0]) + rest)
-            filled += times * (sweep + blocks[0] * product + rest)
+            first, *others = (abreast * (sweep + share * product) for share in blocks[::abreast])
+            cycles += times * (self.alone(machine, d, blocks[0]) + sum(others))
+            filled += times * (first + sum(others))
         slots = len(rounds[0][0]) * machine.multiprocessors
         ahead, behind = self.edges(d)
         last = count % slots or min(count, slots)
@@ -114,14 +120,15 @@ class DeltaFactors:
 
 @dataclass(frozen=True)
 class Fp64Tensor(DeltaFactors):
-    """The 16-wide sweep on fp64 tensor cores; a block of d / 16 warps a matrix.
+    """The 16-wide sweep on fp64 tensor cores; a matrix has a block of eight warps at d = 128, a warp at d = 64.
 
     ``step``: cycles of a step's chain beside its products: hand-over, 16 x 16 inverse, barrier. ``product``: cycles
-    that one block alone takes for J beyond the pipe's, d = 128.
+    that one block alone takes for J beyond the pipe's. Both of d = 128.
 
-    J's FLOP are the tensor instructions of its loop times its turns. Of the sweep's, a step has three products of tiles
-    for each other row block (W, the diagonal, the pivot's own row) and one for each tile between them; two refine the
-    inverse. Four of these follow one another on the chain: W, the diagonal, and the two.
+    J's FLOP are the tensor instructions of its loop times its turns. Of the sweep's, a step has two products of tiles
+    for each other row block (W, the diagonal), at d = 128 a third (the pivot's own row), and one for each tile between
+    them; two refine the inverse. At d = 128 four of these follow one another on the chain: W, the diagonal, and the
+    two. A warp of its own does all of them one after the other.
     """
 
     step: float
@@ -131,21 +138,23 @@ class Fp64Tensor(DeltaFactors):
     TILE = 16
     PRODUCT_FLOP = 2 * TILE**3
     ON_CHAIN = 4
-    # Cycles round the sweep at d = 128: A through shared memory to the registers, the inverse to shared memory. Of the
-    # elements there, so a quarter of it at d = 64. Chosen so that `step` agrees with clock64 in the kernel: 3.3 K with
-    # its products (NOTES.md).
+    # Cycles round the sweep at d = 128: A through shared memory to the registers, the inverse to shared memory. Chosen
+    # so that `step` agrees with clock64 in the kernel: 3.3 K with its products (NOTES.md).
     AROUND = 3200
+    # The same of a warp that owns a matrix, from clock64 in the kernel (NOTES.md): a step beside its products; A to the
+    # registers and the inverse to shared memory; J beyond the pipe.
+    WARP_STEP, WARP_AROUND, WARP_PRODUCT = 1490, 3470, 6900
 
     @classmethod
     def calibrated(cls, machine: Machine, measured: Rows) -> Fp64Tensor:
         return cls(*_two_latencies(cls, machine, measured, steps=9))
 
     def rounds(self, count: int, d: int, multiprocessors: int) -> list[tuple[Round, int]]:
-        if d == 128 and 4 * count <= multiprocessors:
-            return [((0.25,), 1)]
-        if d == 128 and 2 * count <= multiprocessors:
-            return [((0.5,), 1)]
-        resident = 2 if d == 128 else 4
+        few = (multiprocessors // 4, multiprocessors // 2) if d == 128 else (multiprocessors, 2 * multiprocessors)
+        for parts, most in zip((4, 2), few, strict=True):
+            if count <= most:
+                return [((1 / parts,) * -(-parts * count // multiprocessors), 1)]
+        resident = 2 if d == 128 else 8
         slots = resident * multiprocessors
         full, rest = divmod(count, slots)
         found: list[tuple[Round, int]] = [((1.0,) * resident, full)] if full else []
@@ -154,15 +163,19 @@ class Fp64Tensor(DeltaFactors):
             found.append((fullest(rest - split, 2 * split, 0.5, multiprocessors, empty=not full), 1))
         return found
 
+    def abreast(self, d: int) -> int:
+        return 1 if d == 128 else SCHEDULERS
+
     def code(self, machine: Machine, d: int) -> KernelCode:
         return kernel(OPERATOR, (d, "fp64_tensor"), machine.target, f"ILi{d}ELb1E")
 
     def flop(self, machine: Machine, d: int) -> tuple[int, int]:
         """Of the sweep, and of J."""
         n = d // self.TILE
-        tiles = 3 * (n - 1) + (n - 1) * (n - 2) // 2 + 2
-        pieces = n // 4  # of four tile columns, which a warp makes in n turns of the loop
-        return n * tiles * self.PRODUCT_FLOP, n * n * pieces * self.code(machine, d).hottest("tensor_flop").tensor_flop
+        tiles = (3 if d == 128 else 2) * (n - 1) + (n - 1) * (n - 2) // 2 + 2
+        # Of the loop in which a block of d = 128 makes 16 x 64 pieces, tile by tile, and a warp of d = 64 whole rows.
+        turns = n * n * 2 if d == 128 else n
+        return n * tiles * self.PRODUCT_FLOP, turns * self.code(machine, d).hottest("tensor_flop").tensor_flop
 
     def busy(self, machine: Machine, d: int) -> tuple[float, float]:
         loop = self.code(machine, d).hottest("tensor_flop")
@@ -176,10 +189,12 @@ class Fp64Tensor(DeltaFactors):
 
     def alone(self, machine: Machine, d: int, share: float) -> float:
         on_chain = SCHEDULERS * machine.tensor_cycles(self.ON_CHAIN * self.PRODUCT_FLOP)  # a warp has one of the pipes
-        _, product = self.busy(machine, d)
-        scale = (d / 128) ** 2
-        steps = d // self.TILE + 1
-        return steps * (self.step + on_chain) + self.AROUND * scale + share * (product + self.product * scale)
+        sweep, product = self.busy(machine, d)
+        steps = d // self.TILE
+        if self.abreast(d) > 1:
+            alone = steps * self.WARP_STEP + SCHEDULERS * sweep + self.WARP_AROUND
+            return alone + share * (SCHEDULERS * product + self.WARP_PRODUCT)
+        return (steps + 1) * (self.step + on_chain) + self.AROUND + share * (product + self.product)
 
     def edges(self, d: int) -> tuple[int, int]:
         return lower_lines(d), 4 * d * d * 4 * self.TILE // d  # J leaves by pieces of four tile columns

@@ -39,6 +39,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <jit_kernels/grid.cuh>
 #include <jit_kernels/launch.cuh>
 
 #include <algorithm>
@@ -73,11 +74,12 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, Shape<kDim>::kBlocks)
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<BlockMemory<kDim>*>(memory);
   Sweep<kDim, kVectors> sweep(shared);
+  wait_for_previous_grid();
   {
     const Work work = plan.work<kDim>(blockIdx.x);
     sweep.load(args.A + work.n * args.A_batch, args.A_row);
     if (threadIdx.x < kDim)
-      shared.alpha[threadIdx.x] = __ldg(args.alpha + work.n * args.alpha_batch + threadIdx.x * args.alpha_element);
+      shared.alpha[threadIdx.x] = args.alpha[work.n * args.alpha_batch + threadIdx.x * args.alpha_element];
     if (work.rows == kDim) {
       prepare<kDim, kVectors, 8>(shared, args, work);
     } else if (work.rows == kDim / 2) {
@@ -124,7 +126,7 @@ void launch_fp32(const Arguments& args, int device, cudaStream_t stream) {
   constexpr auto kernel = fp32::vdn_delta_factors_fp32<kDim, kVectors>;
   constexpr size_t kBytes = sizeof(fp32::BlockMemory<kDim>);
   allow_shared_memory<kernel, kBytes>(device);
-  launch(kernel, dim3(plan.blocks), dim3(fp32::Shape<kDim>::kThreads), kBytes, stream, args, plan);
+  launch_overlapped(kernel, plan.blocks, fp32::Shape<kDim>::kThreads, kBytes, 1, stream, args, plan);
 }
 
 template <int kDim>

@@ -123,12 +123,12 @@ __device__ __forceinline__ Tile refine(const Tile& y, const Tile& m, Lane lane, 
   return better;
 }
 
-// Writes minus the inverse of a symmetric tile, both in shared memory, and returns as invert_fp32 does. One Newton step
-// squares the fp32 inverse's relative error, which is enough unless m is ill-conditioned: then its residual says so,
-// and more steps follow.
-__device__ __forceinline__ int invert(double* minus, const double* tile, float* scratch, Lane lane) {
+// Minus the inverse of a symmetric tile in shared memory; `bad` is what invert_fp32 returns. One Newton step squares
+// the fp32 inverse's relative error, which is enough unless m is ill-conditioned: then its residual says so, and more
+// steps follow.
+__device__ __forceinline__ Tile minus_inverse(const double* tile, float* scratch, Lane lane, int& bad) {
   const Tile m = load_tile(tile, lane);
-  const int bad = invert_fp32(tile, scratch);
+  bad = invert_fp32(tile, scratch);
   Tile y;
 #pragma unroll
   for (int h = 0; h < 2; ++h)
@@ -141,11 +141,10 @@ __device__ __forceinline__ int invert(double* minus, const double* tile, float* 
     }
 
   bool again;
-  Tile minus_inverse = refine(y, m, lane, again);
+  Tile minus = refine(y, m, lane, again);
 #pragma unroll 1
-  for (int step = 0; again && step < 3; ++step) minus_inverse = refine(negated_tile(minus_inverse), m, lane, again);
-  store_tile(minus, minus_inverse, lane);
-  return bad;
+  for (int step = 0; again && step < 3; ++step) minus = refine(negated_tile(minus), m, lane, again);
+  return minus;
 }
 
 }  // namespace jit_kernels::vdn_delta_factors::fp64

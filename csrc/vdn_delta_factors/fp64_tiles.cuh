@@ -74,36 +74,6 @@ __device__ __forceinline__ void store_transposed(double* tile, const Tile& m, La
     for (int q = 0; q < 4; ++q) tile[lane.transposed(q >> 1, h, q & 1)] = m.c[h][q];
 }
 
-// The same for the tiles of the inverse, which come in accumulator layout or transposed and which J reads with t
-// counting fours, as B's rows come from global memory. This swizzle keeps all four free of bank conflicts.
-struct InverseLane {
-  int row, column, quad, quad_column;
-  __device__ explicit InverseLane(Lane lane) {
-    const int g = lane.g, t = lane.t;
-    row = g * kTile + 2 * (t ^ swizzle(g));
-    column = 2 * t * kTile + 2 * ((g >> 1) ^ swizzle(2 * t)) + (g & 1);
-    quad = g * kTile + 2 * ((2 * t) ^ swizzle(g));
-    quad_column = 4 * t * kTile + 2 * ((g >> 1) ^ swizzle(4 * t)) + (g & 1);
-  }
-  __device__ static int swizzle(int r) {
-    return (r & 1) | (((r >> 2) & 1) << 1) | (((r ^ (r >> 1) ^ (r >> 3)) & 1) << 2);
-  }
-  __device__ InverseLane here() const {
-    InverseLane lane = *this;
-    lane.quad = opaque(quad);
-    lane.quad_column = opaque(quad_column);
-    return lane;
-  }
-  // (g + 8r, 8h + 2t) and (8h + 2t + e, g + 8r)
-  __device__ int at(int r, int h) const { return (row ^ (8 * (r ^ h))) + 8 * kTile * r; }
-  __device__ int transposed(int r, int h, int e) const {
-    return (column ^ (8 * (r ^ h ^ e)) ^ (2 * e)) + kTile * (8 * h + e);
-  }
-  // (g + 8r, 4t + 2 pair) and (4t + s, g + 8r)
-  __device__ int quad_at(int r, int pair) const { return (quad ^ (8 * r) ^ (2 * pair)) + 8 * kTile * r; }
-  __device__ int quad_transposed(int r, int s) const { return (quad_column ^ (8 * r) ^ (2 * swizzle(s))) + kTile * s; }
-};
-
 // A tile as left operand. Its registers stand in another order than a tile's, so it is made once and kept: given the
 // tile itself, ptxas would reorder it before every use.
 struct Left {
@@ -143,6 +113,13 @@ __device__ __forceinline__ Tile negated_tile(const Tile& m) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) out.c[h][q] = negated(m.c[h][q]);
   return out;
+}
+
+__device__ __forceinline__ void scale_by(Tile& m, float factor) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int q = 0; q < 4; ++q) m.c[h][q] *= static_cast<double>(factor);
 }
 
 }  // namespace jit_kernels::vdn_delta_factors::fp64
