@@ -131,9 +131,18 @@ def main(output: Path, skip: tuple[str, ...]) -> None:
     }
     together: dict[str, Callable[[], dict[str, Any]]] = {
         "tests of the operators": partial(
-            run_tests, "mhc_pre_h_aggregate", "vdn_delta_factors", "torch_op", "dispatch", "sglang_source"
+            run_tests,
+            "mhc_pre_h_aggregate",
+            "vdn_delta_factors",
+            "vdn_small_dim",
+            "torch_op",
+            "dispatch",
+            "host_entry",
+            "sglang_source",
         ),
-        "tests of the drop-ins": partial(run_tests, "checks", "integration_transformers", "integration_rl_kernel"),
+        "tests of the drop-ins": partial(
+            run_tests, "checks", "bench_peers", "integration_transformers", "integration_rl_kernel"
+        ),
         "sanitizer": sanitizer,
     }
     with tempfile.TemporaryDirectory() as cache:

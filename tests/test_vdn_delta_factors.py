@@ -100,6 +100,31 @@ def test_every_matrix_as_if_alone(run, generator, count, d):
         assert same_bytes(part, [tensor[start:stop] for tensor in out])
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("precision", ["fp64_tensor", "fp32"])
+@pytest.mark.parametrize("d", [128, 64])
+def test_a_call_reads_what_the_call_before_it_wrote(cuda, generator, d, precision, captured):
+    """A kernel may be started before the one ahead of it has ended; memory is used again from the third call on."""
+    first = [tensor.to(cuda) for tensor in spectrum(generator, 300, d, 10.0)]
+
+    def chained(between: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        T, J, alpha = first[0], first[1], torch.ones_like(first[2])
+        for _ in range(20):
+            T, J = vdn_delta_factors(T, J, alpha, precision=precision, backend="fused")
+            between()
+        return T, J
+
+    want = chained(torch.cuda.synchronize)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chained(lambda: None)
+        graph.replay()
+    else:
+        found = chained(lambda: None)
+    assert same_bytes(found, want)
+
+
 def test_repeats(run, generator):
     inputs = [tensor.to(run.device) for tensor in reference(generator, few(run, 133))]
     first = vdn_delta_factors(*inputs, **run.options)
