@@ -81,10 +81,10 @@ inline void forward(TensorView out_given, TensorView residual_given, TensorView 
   const Flattened<1> pre("pre", pre_given, residual), out("out", out_given, residual);
   const DLDevice device = residual_given.device();
   constexpr auto kAny = Expect::kAny;
-  residual.expect().on(device).dtype<__nv_bfloat16>().shape({kAny, kStreams, kAny});
+  residual.expect().on(device).dtype<__nv_bfloat16>().shape({kAny, kStreams, kAny}).aligned(2);
   const int64_t tokens = residual.size(0), hidden = residual.size(2);
-  pre.expect().on(device).dtype<float>().shape({tokens, kStreams});
-  out.expect().on(device).dtype<__nv_bfloat16>().shape({tokens, hidden}).strides({hidden, 1});
+  pre.expect().on(device).dtype<float>().shape({tokens, kStreams}).aligned(4);
+  out.expect().on(device).dtype<__nv_bfloat16>().shape({tokens, hidden}).strides({hidden, 1}).aligned(2);
   expect_hidden(hidden);
   const int64_t segments = ceil_div(hidden, kSegment);
   // Few tokens: two warps a block spread better, and memory has time to spare for a prefetch (at many it costs 8 %).
@@ -109,19 +109,19 @@ inline void backward(TensorView grad_residual, TensorView grad_pre, TensorView g
                      TensorView pre) {
   const DLDevice device = residual.device();
   constexpr auto kAny = Expect::kAny;
-  Expect("residual", residual).on(device).dtype<__nv_bfloat16>().shape({kAny, kStreams, kAny});
+  Expect("residual", residual).on(device).dtype<__nv_bfloat16>().shape({kAny, kStreams, kAny}).aligned(2);
   const int64_t tokens = residual.size(0), hidden = residual.size(2);
-  Expect("pre", pre).on(device).dtype<float>().shape({tokens, kStreams});
-  Expect("grad", grad).on(device).dtype<__nv_bfloat16>().shape({tokens, hidden});
+  Expect("pre", pre).on(device).dtype<float>().shape({tokens, kStreams}).aligned(4);
+  Expect("grad", grad).on(device).dtype<__nv_bfloat16>().shape({tokens, hidden}).aligned(2);
   const bool want_residual = grad_residual.numel() != 0, want_pre = grad_pre.numel() != 0;
   const bool fp32 = same(grad_residual.dtype(), DTypeOf<float>::value);
   if (want_residual) {
     Expect expect("grad_residual", grad_residual);
-    expect.on(device).shape({tokens, kStreams, hidden}).strides({kStreams * hidden, hidden, 1});
+    expect.on(device).shape({tokens, kStreams, hidden}).strides({kStreams * hidden, hidden, 1}).aligned(fp32 ? 4 : 2);
     if (!fp32) expect.dtype<__nv_bfloat16>();
   }
   if (want_pre)
-    Expect("grad_pre", grad_pre).on(device).dtype<float>().shape({tokens, kStreams}).strides({kStreams, 1});
+    Expect("grad_pre", grad_pre).on(device).dtype<float>().shape({tokens, kStreams}).strides({kStreams, 1}).aligned(4);
   expect_hidden(hidden);
   expect_blocks(tokens, kMaxCluster);
   if (tokens == 0 || !(want_residual || want_pre)) return;

@@ -32,7 +32,7 @@ _grad_enabled = torch.is_grad_enabled
 _compiling = torch.compiler.is_dynamo_compiling
 # What torch.compile knows its inputs again by.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # of CUDA: its index
 
@@ -46,9 +46,19 @@ def empty_on(device: torch.device) -> Allocate:
 empty_here: Allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty_on(torch.device("cuda")))
 
 
-def undisturbed() -> bool:
-    """The part of `unwatched` that no tensor shows."""
-    return not (_compiling() or _function_modes() or forward_ad._current_level >= 0)
+def undisturbed(*tensors: Any) -> bool:
+    """The part of `unwatched` that `likeness` doesn't test: modes that torch's guards overlook, as they do those of
+    fake tensors and of selective checkpoints; and nested tensors, over which its guards end the process."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.is_nested:
+            return False
+    return not (
+        _compiling()
+        or _function_modes()
+        or _dispatch_modes()
+        or _transform() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def unwatched(*tensors: Any) -> bool:
@@ -56,28 +66,28 @@ def unwatched(*tensors: Any) -> bool:
 
     The kernel sees memory alone: not who records or changes the call, and not a sign that torch keeps beside it.
     """
-    if not undisturbed() or _dispatch_modes() or _transform() is not None or _tracing():
+    if not undisturbed(*tensors) or _tracing():
         return False
     grad = _grad_enabled()
-    for tensor in tensors:
-        kind = type(tensor)
-        if (kind is not _Tensor and kind is not _Parameter) or tensor.is_neg() or (grad and tensor.requires_grad):
-            return False
-    return True
+    return not any(tensor.is_neg() or (grad and tensor.requires_grad) for tensor in tensors)
 
 
 def likeness(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     """A test, in one step, whether other tensors are like these: in all that torch's dispatcher goes by here and now
     (type, keys, device, dtype, gradient), in the number of dimensions and in the size of the last one.
 
-    So where these are `unwatched`, tensors like them are too, if the call is `undisturbed`. None where torch makes no
-    such test, or one that doesn't know these again, such as one tensor given twice.
+    So where these are `unwatched`, tensors like them are too, if they leave the call `undisturbed`. None where torch
+    makes no such test, or one that doesn't know these again, such as one tensor given twice.
     """
     sizes = [[None] * (tensor.ndim - 1) + [tensor.shape[-1]] for tensor in tensors]
     strides = [[None] * tensor.ndim for tensor in tensors]
     try:
         like = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        return like if like(*tensors) else None
+        if not like(*tensors):
+            return None
+        if any(tensor.requires_grad for tensor in tensors):  # which is watched again once gradients are on
+            return lambda *given: not _grad_enabled() and like(*given)
+        return like
     except Exception:  # nobody promised that it stays as it is
         return None
 

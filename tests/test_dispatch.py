@@ -476,17 +476,26 @@ def test_one_tensor_given_twice_leaves_no_shortcut(launches):
     assert not launches
 
 
-def test_a_shortcut_holds_no_tensor(launches):
-    arguments = serving_arguments("mhc_pre_h_aggregate", 2)
+@pytest.mark.parametrize("name", OPS)
+def test_a_shortcut_holds_no_tensor(launches, name):
+    arguments = serving_arguments(name, 2)
     gone = [weakref.ref(t.untyped_storage()) for t in arguments]
-    leave_shortcut("mhc_pre_h_aggregate", *arguments)
+    leave_shortcut(name, *arguments)
     del arguments
     gc.collect()
-    assert [ref() for ref in gone] == [None, None]
+    assert not any(ref() for ref in gone)
 
 
 class Subclass(torch.Tensor):
     pass
+
+
+class Overlooked(BaseTorchDispatchMode):
+    """As those of fake tensors and of selective checkpoints."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 def traced(name: str, args: tuple) -> tuple[torch.Tensor, ...]:
@@ -516,6 +525,7 @@ CAREFUL = {
     "a sign beside the memory": lambda name, args: made_by(name, torch._neg_view(-args[0]), *args[1:]),
     "a gradient": lambda name, args: made_by(name, *args[:-1], args[-1].clone().requires_grad_()),
     "a dispatch mode": inside(BaseTorchDispatchMode),
+    "a dispatch mode that torch's guards overlook": inside(Overlooked),
     "a function mode": inside(BaseTorchFunctionMode),
     "a dual level": inside(forward_ad.dual_level),
     "a transform": lambda name, args: torch.func.functionalize(lambda *given: made_by(name, *given))(*args),
@@ -541,6 +551,29 @@ def test_everything_else_goes_the_careful_way(launches, name, what):
     for one, other in zip(made, expected, strict=True):
         assert type(one) is type(other)
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_shortcut_left_without_gradients_is_not_taken_with_them(launches, name):
+    arguments = [torch.nn.Parameter(t) for t in serving_arguments(name, 2)]
+    with torch.no_grad():
+        leave_shortcut(name, *arguments)
+        made_by(name, *arguments)
+    assert len(launches) == 1
+    assert all(one.requires_grad for one in made_by(name, *arguments))
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_nested_tensor_is_refused_beside_a_loaded_kernel(launches, name):
+    """Torch's guards would end the process over its strides."""
+    arguments = serving_arguments(name, 2)
+    leave_shortcut(name, *arguments)
+    for i, argument in enumerate(arguments):
+        nested = torch.nested.nested_tensor(list(argument))
+        with pytest.raises(RuntimeError, match="NestedTensorImpl"):
+            made_by(name, *arguments[:i], nested, *arguments[i + 1 :])
+    assert not launches
 
 
 def test_a_call_that_finds_its_shortcut_of_no_use_leaves_no_second(launches):

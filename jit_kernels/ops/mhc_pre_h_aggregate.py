@@ -94,7 +94,7 @@ def shortcut(residual: Tensor, pre: Tensor) -> tuple[None, Callable[..., Tensor 
             out = empty((sizes[0], hidden), (hidden, 1), FUSED_DTYPE)
         try:
             run(out, residual, pre)
-        except Exception:  # such as the entry's refusal: the careful way serves the call, or says why not
+        except (TypeError, ValueError):  # what the entry refuses, the careful way serves, or says why not
             return None
         return out
 
@@ -150,7 +150,7 @@ def mhc_pre_h_aggregate(residual: Tensor, pre: Tensor, *, backend: str | None = 
     Source: the hidden-state aggregation of manifold-constrained hyper-connections ("mHC", arXiv 2512.24880), as in
     DeepSeek-V4's ``HyperConnection`` and ``HyperHead``.
     """
-    if undisturbed() and (ambient() if backend is None else backend) in FUSING:
+    if undisturbed(residual, pre) and (ambient() if backend is None else backend) in FUSING:
         for like, launch in OPERATOR.shortcuts.get(None, ()):
             if like(residual, pre):
                 made = launch(residual, pre)

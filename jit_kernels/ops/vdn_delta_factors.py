@@ -102,7 +102,7 @@ def shortcut(
         T, J = empty(shape, strides, FUSED_DTYPE), empty(shape, strides, FUSED_DTYPE)
         try:
             run(T, J, A, B, alpha, a_scale, b_scale, None)
-        except Exception:  # such as the entry's refusal: the careful way serves the call, or says why not
+        except (TypeError, ValueError):  # what the entry refuses, the careful way serves, or says why not
             return None
         return T, J
 
@@ -238,7 +238,7 @@ def vdn_delta_factors(
     Source: ``delta_factor_apply`` of SGLang's MiniMax-H3 VDN branch, rules ``vdn_solve`` and ``vdn_scaled``.
     """
     if out is None:
-        if not check_errors and undisturbed() and (ambient() if backend is None else backend) in FUSING:
+        if not check_errors and undisturbed(A, B, alpha) and (ambient() if backend is None else backend) in FUSING:
             for like, launch in OPERATOR.shortcuts.get(precision, ()):
                 if like(A, B, alpha):
                     made = launch(A, B, alpha, a_scale, b_scale)
