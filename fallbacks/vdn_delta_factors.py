@@ -8,7 +8,8 @@ Inverse and products are computed in float64 and rounded once: more accurate tha
 out of reach of whatever the process allows float32 products to be. A matrix that is not positive definite, or has a NaN
 in its lower triangle, has NaN in all of its own T and J.
 
-On a CPU a matrix's bytes depend on that matrix alone: batched routines treat each as if alone, if its rows are aligned.
+On a CPU a matrix's bytes depend on that matrix alone: batched routines treat each as if alone, if its rows are aligned
+and its products small; larger matrices go one by one.
 On a GPU cuSOLVER and cuBLAS may choose their code by the batch's size, which the rounding to float32 hides but for rare
 last bits; nothing waits for the device. A GPU with few float64 units must be expected to take several times the float32
 chain's time (not measured).
@@ -29,6 +30,7 @@ from torch.nn.functional import pad
 # On a GPU launches count: an H200 took 1394 us for N = 101 by blocks and 782 without (N = 707: 1455 and 1667).
 BLOCK = 64
 PART = 2**18  # elements of a tensor that a CPU takes at a time: 2 MiB of float64, which its caches hold
+TOGETHER = 128  # the largest d of which it takes several: larger products a BLAS splits among threads, if they are few
 
 
 def forward(
@@ -166,9 +168,11 @@ def _double(x: Tensor, dims: int, scale: float = 1.0) -> Tensor:
 
 
 def _parts(batch_ndim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """``[N, ...]`` views of the tensors: all at once on a GPU, on a CPU as many matrices as its cache holds."""
+    """``[N, ...]`` views of the tensors: all at once on a GPU, on a CPU as many matrices as may go together."""
     first = tensors[0]
     if first.numel():
-        count = max(1, PART // max(8, first.shape[-1]) ** 2) if first.device.type == "cpu" else first.numel()
+        d, count = first.shape[-1], first.numel()
+        if first.device.type == "cpu":
+            count = PART // max(8, d) ** 2 if d <= TOGETHER else 1
         flat = (tensor.reshape(-1, *tensor.shape[batch_ndim:]).split(count) for tensor in tensors)
         yield from zip(*flat, strict=True)
