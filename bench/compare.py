@@ -49,11 +49,26 @@ def compare(old: Document, new: Document) -> list[Difference]:
     return found
 
 
-def _ours(document: Document) -> Iterator[tuple[tuple[str, str, str, str], tuple[Row, Timing]]]:
+def changes(old: Document, new: Document) -> Iterator[tuple[Row, Timing, float]]:
+    """Each graph time that both runs have, ours and peers', with the new median over the old one."""
+    after = {(*key, timing.candidate): timing for key, row in _rows(new) for timing in row.timings}
+    for key, row in _rows(old):
+        for timing in row.timings:
+            again = after.get((*key, timing.candidate))
+            if timing.graph and again and again.graph:
+                yield row, timing, again.graph.median / timing.graph.median
+
+
+def _rows(document: Document) -> Iterator[tuple[tuple[str, str, str], Row]]:
     for row in document.rows:
+        yield (row.operator, row.direction, row.label), row
+
+
+def _ours(document: Document) -> Iterator[tuple[tuple[str, str, str, str], tuple[Row, Timing]]]:
+    for key, row in _rows(document):
         for timing in row.timings:
             if timing.ours and timing.gate != "not run":
-                yield (row.operator, row.direction, row.label, timing.candidate), (row, timing)
+                yield (*key, timing.candidate), (row, timing)
 
 
 def _difference(key: tuple[str, str, str, str], old: tuple[Row, Timing], new: tuple[Row, Timing]) -> Difference:

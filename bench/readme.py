@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+from jit_kernels.bench.compare import changes
+from jit_kernels.bench.record import Document
 from jit_kernels.bench.report import outdated, page_at, picture_at, plan, write
 from jit_kernels.bench.report.view import Result, error, figure, in_short, summary
 
 from jit_kernels.checks.provenance import sources_hash
 
 REPO = Path(__file__).resolve().parent.parent
-BENCH = "h200-bench.json"
+BENCH, AGAIN = "h200-bench.json", "h200-bench-again.json"
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 STALE = "**Of earlier kernels.**"
 WHOLE = {"complete": True, "timer": "cuda", "rows_set": "full"}
@@ -33,12 +35,12 @@ def section(results: Path, at: str) -> str:
         ValueError: a file is cut off, of another schema, or lacks what its command writes; or none is there.
     """
     parts = [bench(results / BENCH, at)] if (results / BENCH).exists() else []
-    lines = [
-        f"- {told(results / name, write_line, at)}" for name, write_line in LINES.items() if (results / name).exists()
-    ]
+    lines = [again(results, at)] if parts and (results / AGAIN).exists() else []
+    lines += [told(results / name, write_line, at) for name, write_line in LINES.items() if (results / name).exists()]
     if not parts and not lines:
         raise ValueError(f"{results} has none of {', '.join((BENCH, *LINES))}: nothing was measured")
-    return "\n".join([*parts, *([] if not lines else ["Runs on a GPU, each line from its file:\n", *lines, ""])])
+    listed = ["Runs on a GPU, each line from its file:\n", *(f"- {line}" for line in lines), ""] if lines else []
+    return "\n".join([*parts, *listed])
 
 
 def bench(path: Path, at: str) -> str:
@@ -59,11 +61,11 @@ def bench(path: Path, at: str) -> str:
     page = f"{at}/{page_at(path, Path())}"
     text = (
         f"On one {result.device} (driver {where.get('driver')}, torch {where.get('torch')}, CUDA {where.get('cuda')}, "
-        f"commit {where.get('commit')}; {result.clocks}), by `jit-kernels bench`: each candidate first shows that its "
-        "results are right; then all take turns in one process, calls in a CUDA graph, on inputs that come from device "
-        "memory. Times are medians; ~ marks one that did not settle. The floor is the largest of bytes over the copy "
-        "rate, FLOP over the arithmetic rate and an empty kernel, all measured in the same run. Errors are relative, "
-        f"against float64. [Every figure]({page}) stands on one page for a browser, made from "
+        f"commit {str(where.get('commit'))[:12]}; {result.clocks}), by `jit-kernels bench`: each candidate first shows "
+        "that its results are right; then all take turns in one process, calls in a CUDA graph, on inputs that come "
+        "from device memory. Times are medians; ~ marks one that did not settle. The floor is the largest of bytes "
+        "over the copy rate, FLOP over the arithmetic rate and an empty kernel, all measured in the same run. Errors "
+        f"are relative, against float64. [Every figure]({page}) stands on one page for a browser, made from "
         f"[the data]({at}/{path.name}); [docs/benchmark.md](docs/benchmark.md) says more of the method.\n\n"
         "In the pictures, left: one size, in parentheses how many times ours; right: all sizes, in the same colours, "
         "dashed where calls are eager, hollow where a time did not settle.\n\n"
@@ -86,6 +88,20 @@ def bench(path: Path, at: str) -> str:
     if absent:
         text += f"Not there to be measured: {', '.join(f'{name} ({why})' for name, why in absent.items())}.\n"
     return text
+
+
+def again(results: Path, at: str) -> str:
+    """How far a second run of the same kernels lies from the first."""
+    first, second = Document.read(results / BENCH), Document.read(results / AGAIN)
+    if first.provenance.get("csrc") != second.provenance.get("csrc"):
+        raise ValueError(f"{results / AGAIN} is no second run of {BENCH}'s kernels: their sources differ")
+    apart: dict[bool, float] = {True: 0.0, False: 0.0}
+    for _, timing, ratio in changes(first, second):
+        apart[timing.ours] = max(apart[timing.ours], abs(ratio - 1))
+    return (
+        f"[{AGAIN}]({at}/{AGAIN}): the whole benchmark once more. Medians in a graph differ by at most "
+        f"{apart[True]:.1%} for our candidates, {apart[False]:.1%} for peers."
+    )
 
 
 def told(path: Path, write_line: Callable[[Found], str], at: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from jit_kernels.bench.compare import compare
+from jit_kernels.bench.compare import changes, compare
 from jit_kernels.bench.record import Ceiling, Document, Estimate, Row, Timing, growths
 from jit_kernels.bench.row import with_rates
 
@@ -173,3 +173,20 @@ def test_compare_refuses_a_run_that_broke_off(tmp_path):
     found = command("compare", str(old), str(new), "--json", code=1)
     assert json.loads(found.stdout)["ok"] is False
     assert "broke off" in found.output
+
+
+def test_the_two_committed_runs_agree():
+    """Medians within 3 % where a call is long enough: from 1024 tokens of 7168, or 132 matrices."""
+    results = Path(__file__).parent.parent / "bench" / "results"
+    if not results.exists():
+        pytest.skip("needs the checkout's bench/results")
+    first, again = (Document.read(results / f"h200-bench{name}.json") for name in ("", "-again"))
+    assert first.provenance["csrc"] == again.provenance["csrc"]
+    found = []
+    for row, timing, ratio in changes(first, again):
+        sizes = row.parameters
+        large = sizes["tokens"] * sizes["hidden_size"] >= 1024 * 7168 if "tokens" in sizes else sizes["count"] >= 132
+        if large:
+            found.append(timing.candidate)
+            assert 0.97 <= ratio <= 1.03, (row.label, timing.candidate, ratio)
+    assert len(found) > 50

@@ -180,6 +180,25 @@ def test_the_section_has_each_shown_row_the_pictures_and_the_absent(checkout):
         assert (checkout / link).exists(), link
 
 
+def test_a_second_run_is_told_by_how_far_it_lies_apart(checkout):
+    def slower(timing):
+        factor = 0.98 if timing.ours else 1.043
+        graph = timing.graph and timing.graph.model_copy(update={"median": factor * timing.graph.median})
+        return timing.model_copy(update={"graph": graph})
+
+    results = checkout / "bench" / "results"
+    found = [row.model_copy(update={"timings": [slower(timing) for timing in row.timings]}) for row in rows()]
+    document(rows=found).write(results / "h200-bench-again.json")
+    assert run(checkout) == (0, "")
+    assert "differ by at most 2.0% for our candidates, 4.3% for peers" in (checkout / "README.md").read_text()
+    other = document(rows=found)
+    other.provenance["csrc"] = "0123"
+    other.write(results / "h200-bench-again.json")
+    code, says = run(checkout)
+    assert code == 1
+    assert "no second run of h200-bench.json's kernels" in says
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_line_says_what_its_file_holds_and_whether_the_kernels_are_the_same(name, others):
     def line() -> str:
