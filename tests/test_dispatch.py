@@ -564,6 +564,7 @@ def test_a_shortcut_left_without_gradients_is_not_taken_with_them(launches, name
     assert len(launches) == 1
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("name", OPS)
 def test_a_nested_tensor_is_refused_beside_a_loaded_kernel(launches, name):
     """Torch's guards would end the process over its strides."""
