@@ -1,4 +1,4 @@
-"""What the host entries refuse: they are the only check of the quick way, and of whoever calls a module itself.
+"""What the host entries refuse: they are the only check behind a shortcut, and of whoever calls a module itself.
 
 The tensors are made up: a device, an address and no memory behind it, so no GPU is needed. Nothing may be launched.
 """
