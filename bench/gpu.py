@@ -137,6 +137,8 @@ def main(output: Path, skip: tuple[str, ...]) -> None:
             "vdn_small_dim",
             "torch_op",
             "dispatch",
+            "refusals",
+            "shortcut",
             "host_entry",
             "sglang_source",
         ),
