@@ -7,6 +7,7 @@ import re
 from contextlib import contextmanager
 from functools import partial
 
+import cli
 import pytest
 import torch
 from click.testing import CliRunner
@@ -21,7 +22,6 @@ from jit_kernels.bench.timing import (
     CpuTimer,
 )
 
-from jit_kernels.cli import commands
 from jit_kernels.dispatch import OPERATORS
 
 CPU = suite.Setting(torch.device("cpu"))
@@ -283,18 +283,12 @@ def test_the_benchmarks_own_kernels_compile_and_check_their_arguments(build, tar
         call(wrong, wrong)
 
 
-def command(*arguments: str, code: int = 0):
-    result = CliRunner().invoke(commands, ["bench", *arguments])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
-
-
 # The commands
 
 
 def test_a_run_on_a_cpu_says_that_it_is_one(tmp_path):
     path = tmp_path / "out.json"
-    result = command("vdn_delta_factors", "--rows", "quick", "--device", "cpu", "--output", str(path), "--json")
+    result = cli.run("bench", "vdn_delta_factors", "--rows", "quick", "--device", "cpu", "--output", path, "--json")
     document = Document.model_validate_json(result.stdout)
     assert document == Document.read(path)
     assert document.ok
@@ -320,7 +314,7 @@ def test_a_red_gate_exits_1(monkeypatch):
     monkeypatch.setattr(
         run, "suites", lambda operator: [collapse_suite(entrant("wrong", lambda r, p: eager(r, p) * 2))]
     )
-    result = command("mhc_pre_h_aggregate", "--device", "cpu", code=1)
+    result = cli.run("bench", "mhc_pre_h_aggregate", "--device", "cpu", code=1)
     assert "FAILED mhc_pre_h_aggregate forward T=3 H=64 wrong: out: error" in result.stdout
 
 

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,14 +146,19 @@ def test_each_plan_fits_into_a_block_and_keeps_the_alignment_it_promises():
     assert set(cusolverdx.PLANS) == {case.parameters["head_dim"] for case in vdn_peers.SUITES[0].cases}
 
 
-def test_what_a_c_function_writes_is_fetched_whole():
-    def ask(size):
-        size._obj.value = 4
+@pytest.mark.parametrize("sized", [True, False])
+def test_what_a_c_function_writes_is_fetched_whole(sized):
+    def ask(handle, size):
+        size._obj.value = handle
+        return 0
 
-    def read(size, into):
-        into.raw = b"\0ab\0"[: size.value]
+    def read(handle, *rest):
+        *told, into = rest
+        assert [size.value for size in told] == [4] * sized
+        into.raw = b"\0ab\0"[:handle]
+        return 0
 
-    assert cusolverdx.fetched(ask, read) == b"\0ab\0"
+    assert cusolverdx.fetched(SimpleNamespace(readSize=ask, read=read), "read", 4, sized=sized) == b"\0ab\0"
 
 
 def test_a_status_that_is_not_zero_names_the_function():

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import cli
 import pytest
-from click.testing import CliRunner
 from jit_kernels.bench.compare import changes, compare
 from jit_kernels.bench.record import Ceiling, Document, Estimate, Row, Timing, growths
 from jit_kernels.bench.row import with_rates
-
-from jit_kernels.cli import commands
 
 
 def estimate(median: float, spread: float = 0.0, stable: bool = True) -> Estimate:
@@ -139,19 +137,13 @@ def test_what_is_missing_new_or_red_is_told():
     assert found.note == "off by one"
 
 
-def command(*arguments: str, code: int = 0):
-    result = CliRunner().invoke(commands, ["bench", *arguments])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
-
-
 @pytest.mark.parametrize(("new", "code"), [(12.1, 0), (14.0, 1)])
 def test_compare_exits_by_what_it_finds(tmp_path, new, code):
     paths = [str(tmp_path / name) for name in ("old.json", "new.json")]
     for path, time in zip(paths, (12.0, new), strict=True):
         document_of(row({"ours": estimate(time)}, floor=10.0)).write(Path(path))
-    assert "N=4" in command("compare", *paths, code=code).stdout
-    found = json.loads(command("compare", *paths, "--json", code=code).stdout)
+    assert "N=4" in cli.run("bench", "compare", *paths, code=code).stdout
+    found = json.loads(cli.run("bench", "compare", *paths, "--json", code=code).stdout)
     assert found["ok"] == (code == 0)
     assert found["differences"][0]["old"] == pytest.approx(1.2)
 
@@ -159,8 +151,8 @@ def test_compare_exits_by_what_it_finds(tmp_path, new, code):
 def test_compare_refuses_where_there_is_nothing_to_compare(tmp_path):
     path = tmp_path / "cpu.json"
     document_of(row({"ours": estimate(12.0)})).write(path)
-    assert "nothing to compare" in command("compare", str(path), str(path), code=1).output
-    found = json.loads(command("compare", str(path), str(path), "--json", code=1).stdout)
+    assert "nothing to compare" in cli.run("bench", "compare", str(path), str(path), code=1).output
+    found = json.loads(cli.run("bench", "compare", str(path), str(path), "--json", code=1).stdout)
     assert (found["ok"], "nothing to compare" in found["lack"]) == (False, True)
 
 
@@ -169,8 +161,8 @@ def test_compare_refuses_a_run_that_broke_off(tmp_path):
     whole = document_of(row({"ours": estimate(12.0)}, floor=10.0))
     whole.model_copy(update={"complete": True}).write(old)
     whole.model_copy(update={"complete": False}).write(new)
-    command("compare", str(old), str(old))
-    found = command("compare", str(old), str(new), "--json", code=1)
+    cli.run("bench", "compare", str(old), str(old))
+    found = cli.run("bench", "compare", str(old), str(new), "--json", code=1)
     assert json.loads(found.stdout)["ok"] is False
     assert "broke off" in found.output
 

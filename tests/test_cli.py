@@ -7,19 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
+from cli import run
 
 from jit_kernels.checks.result import CHECKS
-from jit_kernels.cli import commands
 from jit_kernels.dispatch import OPERATORS
 from jit_kernels.jit import cache, store
 from jit_kernels.jit.arch import Target
-
-
-def run(*arguments: str, code: int = 0):
-    result = CliRunner().invoke(commands, arguments)
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
 
 
 def document(*arguments: str, code: int = 0) -> dict:

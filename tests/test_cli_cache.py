@@ -14,6 +14,7 @@ from typing import Any
 import herd
 import pytest
 from answer import BLACKWELL, HOPPER, ROOT_ONLY, SOMEBODY, answer_kernel
+from cli import run
 from click.testing import CliRunner
 
 import jit_kernels
@@ -22,12 +23,6 @@ from jit_kernels.dispatch import OPERATORS
 from jit_kernels.jit import cache, store
 
 ENTRY = {"name", "target", "version", "place", "size", "created", "folder"}
-
-
-def run(*arguments: str, code: int = 0):
-    result = CliRunner().invoke(commands, arguments)
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
 
 
 def document(*arguments: str, code: int = 0) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 import pytest
 import standins
 import torch
-from click.testing import CliRunner
+from cli import run
 
 import jit_kernels
-from jit_kernels.cli import commands
 from jit_kernels.dispatch import OPERATORS
 from jit_kernels.integrations import sglang
 from jit_kernels.integrations import vllm as vllm_plugin
@@ -35,9 +34,7 @@ TOOLKIT = (
 
 def examine(code: int = 0) -> list[dict[str, str]]:
     """The findings, after a look at the form of both outputs."""
-    result = CliRunner().invoke(commands, ["doctor", "--json"])
-    assert result.exit_code == code, (result.output, result.exception)
-    document = json.loads(result.stdout)
+    document = json.loads(run("doctor", "--json", code=code).stdout)
     assert set(document) == {"schema", "findings"}
     assert document["schema"] == 1
     for finding in document["findings"]:
@@ -45,9 +42,7 @@ def examine(code: int = 0) -> list[dict[str, str]]:
         assert finding["found"]
         assert finding["state"] == "ok" or finding["cure"] or "there is no GPU" in finding["found"], finding
     assert code == any(finding["state"] == "problem" for finding in document["findings"])
-    plain = CliRunner().invoke(commands, ["doctor"])
-    assert plain.exit_code == code
-    said = "".join(plain.stdout.split())
+    said = "".join(run("doctor", code=code).stdout.split())
     for finding in document["findings"]:
         assert "".join(finding["what"].split()) in said
     return document["findings"]

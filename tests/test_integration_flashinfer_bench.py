@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+import cli
 import pytest
 import torch
-from click.testing import CliRunner
 
 from jit_kernels.checks.compare import same_bytes
 from jit_kernels.checks.workload import Sample, Tolerance, Workload
-from jit_kernels.cli import commands
 from jit_kernels.dispatch import OPERATORS, SUPPORTED, Operator
 from jit_kernels.integrations import flashinfer_bench as ours
 from jit_kernels.integrations import kda, trace_sources
@@ -448,10 +447,7 @@ def test_what_cannot_stand_alone_is_refused(function, message):
 # ---- the command
 
 
-def run(*arguments, code: int = 0):
-    result = CliRunner().invoke(commands, ["trace", *map(str, arguments)])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
+run = partial(cli.run, "trace")
 
 
 def test_export_lists_its_files_and_refuses_a_folder_in_use(tmp_path):

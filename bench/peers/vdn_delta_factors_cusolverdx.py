@@ -185,14 +185,8 @@ def finalized(prefix: str, sm: int, functions: Mapping[str, Operators]) -> list[
     check(mathdx.commondxCreateCode, ctypes.byref(code))
     check(mathdx.commondxSetCodeOptionInt64, code, TARGET_SM, ctypes.c_longlong(sm))
     check(mathdx[f"{prefix}FinalizeCodes"], code, *array_of([handle.value for handle in handles]))
-    generated = fetched(
-        lambda size: check(mathdx.commondxGetCodeLTOIRSize, code, size),
-        lambda size, into: check(mathdx.commondxGetCodeLTOIR, code, size, into),
-    )
-    called = fetched(
-        lambda size: check(mathdx[f"{prefix}GetUniversalFATBINSize"], handles[0], size),
-        lambda size, into: check(mathdx[f"{prefix}GetUniversalFATBIN"], handles[0], size, into),
-    )
+    generated = fetched(mathdx, "commondxGetCodeLTOIR", code, sized=True)
+    called = fetched(mathdx, f"{prefix}GetUniversalFATBIN", handles[0], sized=True)
     check(mathdx.commondxDestroyCode, code)
     for handle in handles:
         check(mathdx[f"{prefix}DestroyDescriptor"], handle)
@@ -209,15 +203,9 @@ def compiled(plan: Plan, target: Target) -> bytes:
     text, name = source.read_bytes(), source.name.encode()
     check(nvrtc.nvrtcCreateProgram, ctypes.byref(program), text, name, 0, None, None)
     if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))):
-        log = fetched(
-            lambda size: check(nvrtc.nvrtcGetProgramLogSize, program, size),
-            lambda size, into: check(nvrtc.nvrtcGetProgramLog, program, into),
-        )
+        log = fetched(nvrtc, "nvrtcGetProgramLog", program)
         raise CompileError(f"NVRTC refused {source.name}: {log.decode(errors='replace')}")
-    found = fetched(
-        lambda size: check(nvrtc.nvrtcGetLTOIRSize, program, size),
-        lambda size, into: check(nvrtc.nvrtcGetLTOIR, program, into),
-    )
+    found = fetched(nvrtc, "nvrtcGetLTOIR", program)
     check(nvrtc.nvrtcDestroyProgram, ctypes.byref(program))
     return found
 
@@ -230,15 +218,9 @@ def link(pieces: Sequence[tuple[int, bytes]], target: Target) -> bytes:
     for kind, piece in pieces:
         check(linker.nvJitLinkAddData, handle, kind, piece, ctypes.c_size_t(len(piece)), None)
     if linker.nvJitLinkComplete(handle):
-        log = fetched(
-            lambda size: check(linker.nvJitLinkGetErrorLogSize, handle, size),
-            lambda size, into: check(linker.nvJitLinkGetErrorLog, handle, into),
-        )
+        log = fetched(linker, "nvJitLinkGetErrorLog", handle)
         raise LinkError(f"nvJitLink could not link the cuSOLVERDx peer: {log.decode(errors='replace')}")
-    found = fetched(
-        lambda size: check(linker.nvJitLinkGetLinkedCubinSize, handle, size),
-        lambda size, into: check(linker.nvJitLinkGetLinkedCubin, handle, into),
-    )
+    found = fetched(linker, "nvJitLinkGetLinkedCubin", handle)
     check(linker.nvJitLinkDestroy, ctypes.byref(handle))
     return found
 
@@ -251,12 +233,15 @@ def array_of(values: Sequence[int]) -> tuple[ctypes.c_size_t, ctypes.Array[ctype
     return ctypes.c_size_t(len(values)), (ctypes.c_longlong * len(values))(*values)
 
 
-def fetched(ask: Callable[[Any], None], read: Callable[[ctypes.c_size_t, Any], None]) -> bytes:
-    """What one C function writes into a buffer of the size that another one tells."""
+def fetched(library: ctypes.CDLL, function: str, handle: Any, sized: bool = False) -> bytes:
+    """What a C function writes into a buffer of the size that its twin, ``<function>Size``, tells.
+
+    ``sized``: it wants to be told that size again, as libmathdx's do.
+    """
     size = ctypes.c_size_t()
-    ask(ctypes.byref(size))
+    check(getattr(library, f"{function}Size"), handle, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
-    read(size, buffer)
+    check(getattr(library, function), handle, *([size] if sized else []), buffer)
     return buffer.raw
 
 
